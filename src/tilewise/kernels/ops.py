@@ -1,0 +1,107 @@
+"""Schemas, fakes and autograd of the kernels' operators. Imports torch only; a kernel is imported when it first runs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from tilewise.layout import Visibility
+
+FORWARD_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, Tensor? sink, bool causal, int window, float scale)"
+    " -> (Tensor, Tensor)"
+)
+BACKWARD_SCHEMA = (
+    "(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k,"
+    " Tensor? sink, bool causal, int window, float scale) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD_DIM = 256
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run on the CPU in this process (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+@torch.library.custom_op("tilewise::dense_forward", mutates_args=(), schema=FORWARD_SCHEMA)
+def dense_forward(q, k, v, cu_q, cu_k, sink, causal, window, scale):
+    """Out `[B, T_q, H_q, d_v]` and lse `[B, H_q, T_q]` (fp32, natural log, without the sink). `window` 0 means none."""
+    from tilewise.kernels.triton import dense
+
+    return dense.forward(q, k, v, cu_q, cu_k, sink, causal, window, scale)
+
+
+@dense_forward.register_fake
+def _(q, k, v, cu_q, cu_k, sink, causal, window, scale):
+    batch, query_length, heads, _ = q.shape
+    out = q.new_empty((batch, query_length, heads, v.shape[3]))
+    return out, q.new_empty((batch, heads, query_length), dtype=torch.float32)
+
+
+@torch.library.custom_op("tilewise::dense_backward", mutates_args=(), schema=BACKWARD_SCHEMA)
+def dense_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, causal, window, scale):
+    """Gradients of q, k, v and of the sink (fp32 `[H_q]`; empty without a sink)."""
+    from tilewise.kernels.triton import dense
+
+    return dense.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, causal, window, scale)
+
+
+@dense_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, causal, window, scale):
+    heads = q.shape[2] if sink is not None else 0
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty((heads,), dtype=torch.float32)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, cu_q, cu_k, sink, causal, window, scale = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sink)
+    ctx.arguments = (causal, window, scale)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, cu_q, cu_k, sink = ctx.saved_tensors
+    dq, dk, dv, dsink = torch.ops.tilewise.dense_backward(
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, *ctx.arguments
+    )
+    return dq, dk, dv, None, None, dsink if sink is not None else None, None, None, None
+
+
+dense_forward.register_autograd(_backward, setup_context=_save)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visibility: Visibility,
+    scale: float,
+    sink: Tensor | None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention through the Triton kernels; differentiable in q, k, v, sink and through both results.
+
+    Args:
+        q: `[B, T_q, H_q, d_k]` fp16, bf16 or fp32 on a GPU (on a CPU under TRITON_INTERPRET=1); any strides.
+        k: `[B, T_k, H_kv, d_k]`.
+        v: `[B, T_k, H_kv, d_v]`; both head dims up to 256.
+        visibility: what each row sees; lengths must be those of q and k.
+        scale: factor on the logits; negative is legal.
+        sink: `[H_q]` fp32 or None.
+        deterministic: accepted for the common signature; this path is always repeatable.
+
+    Returns:
+        `(out, lse)`: `[B, T_q, H_q, d_v]` in q's dtype and `[B, T_q, H_q]` fp32, natural log, without the sink. A row that
+        sees no key holds 0 and -inf.
+    """
+    if scale < 0:
+        # the kernels take the row maximum before the scale, which needs scale >= 0
+        q, scale = -q, -scale
+    out, lse = torch.ops.tilewise.dense_forward(
+        q, k, v, visibility.cu_seqlens_q, visibility.cu_seqlens_k, sink, visibility.causal, visibility.window or 0, scale
+    )
+    return out, lse.transpose(1, 2)

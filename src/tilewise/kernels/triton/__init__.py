@@ -1,0 +1,1 @@
+"""Portable Triton kernels: every GPU that Triton serves, and the CPU interpreter."""
