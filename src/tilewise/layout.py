@@ -87,10 +87,16 @@ class BlockTable:
     local: Tensor  # its number within the sequence: what ids in a Selection mean
     offset: Tensor  # [N+1] number of blocks before each sequence
     of_token: Tensor  # [T] block that a token lies in; M for a token of no sequence
+    block: int  # tokens in a full block
 
     @property
     def count(self) -> int:
         return self.start.shape[0]
+
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Token in each slot of each block: int64 `[M, block]`, safe for indexing, and bool `[M, block]`, False past the end."""
+        token = self.start[:, None] + torch.arange(self.block, device=self.start.device)
+        return token.clamp(max=max(self.of_token.shape[0] - 1, 0)), token < self.end[:, None]
 
 
 def block_table(boundaries: Tensor, length: int, block: int) -> BlockTable:
@@ -113,7 +119,7 @@ def block_table(boundaries: Tensor, length: int, block: int) -> BlockTable:
     token_safe = token_sequence.clamp(max=max(sequences - 1, 0))
     of_token = offset[token_safe] + (token - boundaries[token_safe]) // block
     of_token = torch.where(token_sequence < sequences, of_token, count)
-    return BlockTable(start, end, sequence, local, offset, of_token)
+    return BlockTable(start, end, sequence, local, offset, of_token, block)
 
 
 def safe_boundaries(cu_seqlens: Tensor, length: int) -> Tensor:
