@@ -10,6 +10,8 @@ from tilewise.kernels.triton.dense_backward import launch_dense_backward
 from tilewise.kernels.triton.dense_forward import empty_outputs, launch_dense_forward
 from tilewise.kernels.triton.launch import INTERPRETED, Call, describe_call
 
+LARGEST_TOKEN_STRIDE = 2**31 // 256  # offsets within a tile of up to 256 rows are 32-bit
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, sink: Tensor | None,
@@ -17,7 +19,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Forward of `tilewise::dense_forward`; see kernels/ops.py."""
     _require_kernels(q)
-    q, k, v = (_last_dim_dense(x) for x in (q, k, v))
+    q, k, v = (_readable(x) for x in (q, k, v))
     call = describe_call(q, k, v, cu_q, cu_k, causal, window, scale)
     out, lse = empty_outputs(call, q)
     if out.numel() == 0:
@@ -38,7 +40,7 @@ def backward(
     if out.numel() == 0 or k.numel() == 0:
         dsink = torch.zeros_like(sink) if sink is not None else no_sink
         return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)) + (dsink,)
-    q, k, v, dout = (_last_dim_dense(x) for x in (q, k, v, dout))
+    q, k, v, dout = (_readable(x) for x in (q, k, v, dout))
     call = describe_call(q, k, v, cu_q, cu_k, causal, window, scale)
     dq, dk, dv, dsink = launch_dense_backward(
         call, dout, dlse.contiguous(), q, k, v, sink, out.contiguous(), lse.contiguous(), _tiles(call, q)
@@ -50,8 +52,11 @@ def _tiles(call: Call, q: Tensor):
     return dense_tiles(q.dtype, call.block_dk, call.block_dv, q.device)
 
 
-def _last_dim_dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy if its last dim is not dense or a tile's tokens span 2^31 elements."""
+    if tensor.stride(-1) == 1 and tensor.stride(1) < LARGEST_TOKEN_STRIDE:
+        return tensor
+    return tensor.contiguous()
 
 
 def _require_kernels(q: Tensor) -> None:

@@ -19,6 +19,7 @@ from tilewise.kernels.triton.tiles import (
     load_rows,
     locate,
     queries_to_walk,
+    tile_start,
 )
 
 PREPARE_ROWS = 64
@@ -61,11 +62,12 @@ def prepare_kernel(
 @triton.jit
 def _add_query_gradient(
     dquery, query, dout, lse2, delta, weight, k_base, v_base, stride_kt, stride_vt,
-    begin, end, row_first, row_end, key_low, key_high, scale_log2,
+    begin, left, full_begin, full_end, steps, row_first, row_end, key_low, key_high, scale_log2,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK_N):
+    for step in tl.range(0, steps):
+        start = tile_start(step, begin, left, full_begin, full_end, BLOCK_N, MASKED)
         key = load_rows(k_base, stride_kt, start, key_low, key_high, BLOCK_N, D_K, BLOCK_DK, MASKED)
         value = load_rows(v_base, stride_vt, start, key_low, key_high, BLOCK_N, D_V, BLOCK_DV, MASKED)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -144,24 +146,18 @@ def query_gradient_kernel(
     if SINK:
         weight = tl.load(weight_ptr + statistic, mask=inside, other=0.0)
     dquery = tl.zeros([BLOCK_M, BLOCK_DK], tl.float32)
-    begin, full_begin, full_end, end = keys_to_walk(
+    begin, left, full_begin, full_end, masked_steps = keys_to_walk(
         row_start, query_length, key_length, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
     )
-    if WINDOW:
-        dquery = _add_query_gradient(
-            dquery, query, dout, lse2, delta, weight, k_base, v_base, stride_kt, stride_vt,
-            begin, tl.minimum(full_begin, end), row_first, row_end, key_low, key_length, scale_log2,
-            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, SINK, PRECISION,
-        )  # fmt: skip
     dquery = _add_query_gradient(
         dquery, query, dout, lse2, delta, weight, k_base, v_base, stride_kt, stride_vt,
-        full_begin, full_end, row_first, row_end, key_low, key_length, scale_log2,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, False, WINDOW, SINK, PRECISION,
+        begin, left, full_begin, full_end, masked_steps, row_first, row_end, key_low, key_length, scale_log2,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, SINK, PRECISION,
     )  # fmt: skip
     dquery = _add_query_gradient(
         dquery, query, dout, lse2, delta, weight, k_base, v_base, stride_kt, stride_vt,
-        full_end, end, row_first, row_end, key_low, key_length, scale_log2,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, SINK, PRECISION,
+        begin, left, full_begin, full_end, (full_end - full_begin) // BLOCK_N, row_first, row_end, key_low, key_length,
+        scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, False, WINDOW, SINK, PRECISION,
     )  # fmt: skip
     column = tl.arange(0, BLOCK_DK)
     dq_row = (batch * T_q + query_start + row) * H_Q + head
@@ -175,11 +171,12 @@ def query_gradient_kernel(
 @triton.jit
 def _add_key_gradient(
     dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-    begin, end, row_low, row_high, key_index, key_end, offset, window, scale_log2,
+    begin, left, full_begin, full_end, steps, row_low, row_high, key_index, key_end, offset, window, scale_log2,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.range(begin, end, BLOCK_M):
+    for step in tl.range(0, steps):
+        start = tile_start(step, begin, left, full_begin, full_end, BLOCK_M, MASKED)
         row = start + tl.arange(0, BLOCK_M)
         query = load_rows(q_base, stride_qt, start, row_low, row_high, BLOCK_M, D_K, BLOCK_DK, MASKED)
         if MASKED:
@@ -254,7 +251,7 @@ def key_gradient_kernel(
     value = load_rows(v_base, stride_vt, key_first, key_low, key_length, BLOCK_N, D_V, BLOCK_DV, True)
     dkey = tl.zeros([BLOCK_N, BLOCK_DK], tl.float32)
     dvalue = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    begin, full_begin, full_end, end = queries_to_walk(
+    begin, left, full_begin, full_end, masked_steps = queries_to_walk(
         key_first, query_length, key_length, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
     )
     for member in tl.range(0, G):
@@ -265,21 +262,16 @@ def key_gradient_kernel(
         lse2_base = lse2_ptr + statistic
         delta_base = delta_ptr + statistic
         weight_base = weight_ptr + statistic
-        if CAUSAL:
-            dkey, dvalue = _add_key_gradient(
-                dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-                begin, tl.minimum(full_begin, end), row_low, query_length, key_index, key_length, offset, window,
-                scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, True, CAUSAL, WINDOW, SINK, PRECISION,
-            )  # fmt: skip
         dkey, dvalue = _add_key_gradient(
             dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-            full_begin, full_end, row_low, query_length, key_index, key_length, offset, window,
-            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, False, CAUSAL, WINDOW, SINK, PRECISION,
+            begin, left, full_begin, full_end, masked_steps, row_low, query_length, key_index, key_length, offset, window,
+            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, True, CAUSAL, WINDOW, SINK, PRECISION,
         )  # fmt: skip
         dkey, dvalue = _add_key_gradient(
             dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-            full_end, end, row_low, query_length, key_index, key_length, offset, window,
-            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, True, CAUSAL, WINDOW, SINK, PRECISION,
+            begin, left, full_begin, full_end, (full_end - full_begin) // BLOCK_M, row_low, query_length, key_index,
+            key_length, offset, window,
+            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, False, CAUSAL, WINDOW, SINK, PRECISION,
         )  # fmt: skip
     inside = (key_index < key_length)[:, None]
     key_row = (batch * T_k + key_start + key_index) * H_KV + kv_head

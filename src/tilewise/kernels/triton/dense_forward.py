@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.launch import Call, alignment_unit, device_of, strides_in_units
-from tilewise.kernels.triton.tiles import keys_to_walk, load_rows, locate
+from tilewise.kernels.triton.tiles import keys_to_walk, load_rows, locate, tile_start
 
 LOG2_E = 1.4426950408889634
 
@@ -20,12 +20,13 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _fold_tiles(
     accumulator, running_maximum, running_sum, query, k_base, v_base, stride_kt, stride_vt,
-    begin, end, row_first, row_end, key_low, key_high, scale_log2,
+    begin, left, full_begin, full_end, steps, row_first, row_end, key_low, key_high, scale_log2,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold key tiles [begin, end) into the state; row_first / row_end [BLOCK_M] bound what each row sees when MASKED."""
-    for start in tl.range(begin, end, BLOCK_N):
+    """Fold the masked or the full key tiles into the state; row_first, row_end [BLOCK_M] bound what a row sees."""
+    for step in tl.range(0, steps):
+        start = tile_start(step, begin, left, full_begin, full_end, BLOCK_N, MASKED)
         key = load_rows(k_base, stride_kt, start, key_low, key_high, BLOCK_N, D_K, BLOCK_DK, MASKED)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if MASKED:
@@ -102,24 +103,18 @@ def dense_forward_kernel(
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     running_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    begin, full_begin, full_end, end = keys_to_walk(
+    begin, left, full_begin, full_end, masked_steps = keys_to_walk(
         row_start, query_length, key_length, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
     )
-    if WINDOW:
-        accumulator, running_maximum, running_sum = _fold_tiles(
-            accumulator, running_maximum, running_sum, query, k_base, v_base, stride_kt, stride_vt,
-            begin, tl.minimum(full_begin, end), row_first, row_end, key_low, key_length, scale_log2,
-            D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, PRECISION,
-        )  # fmt: skip
     accumulator, running_maximum, running_sum = _fold_tiles(
         accumulator, running_maximum, running_sum, query, k_base, v_base, stride_kt, stride_vt,
-        full_begin, full_end, row_first, row_end, key_low, key_length, scale_log2,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, False, WINDOW, PRECISION,
+        begin, left, full_begin, full_end, masked_steps, row_first, row_end, key_low, key_length, scale_log2,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, PRECISION,
     )  # fmt: skip
     accumulator, running_maximum, running_sum = _fold_tiles(
         accumulator, running_maximum, running_sum, query, k_base, v_base, stride_kt, stride_vt,
-        full_end, end, row_first, row_end, key_low, key_length, scale_log2,
-        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, True, WINDOW, PRECISION,
+        begin, left, full_begin, full_end, (full_end - full_begin) // BLOCK_N, row_first, row_end, key_low, key_length,
+        scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_N, False, WINDOW, PRECISION,
     )  # fmt: skip
 
     dead = running_sum == 0.0

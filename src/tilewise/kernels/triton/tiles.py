@@ -65,6 +65,9 @@ def keys_to_walk(
     """Key ranges that a query tile walks: [begin, full_begin) masked, [full_begin, full_end) not, [full_end, end) masked.
 
     All but `end` are multiples of BLOCK_N, and begin <= full_begin <= full_end.
+
+    Returns:
+        begin, masked tiles on the left, full_begin, full_end, masked tiles in all.
     """
     offset = key_length - query_length
     first_position = row_start + offset
@@ -83,7 +86,8 @@ def keys_to_walk(
         full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
         full_begin = tl.maximum(full_begin, begin)
     full_end = tl.maximum(full_end, full_begin)
-    return begin, full_begin, full_end, end
+    left = (full_begin - begin) // BLOCK_N
+    return begin, left, full_begin, full_end, left + tl.cdiv(tl.maximum(end - full_end, 0), BLOCK_N)
 
 
 @triton.jit
@@ -91,7 +95,7 @@ def queries_to_walk(
     key_start, query_length, key_length, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Row ranges that a key tile walks: [begin, full_begin) masked, [full_begin, full_end) not, [full_end, end) masked."""
+    """Row ranges that a key tile walks; same form and same results as `keys_to_walk`, in multiples of BLOCK_M."""
     offset = key_length - query_length
     begin = 0
     full_begin = 0
@@ -106,7 +110,16 @@ def queries_to_walk(
         end = tl.minimum(query_length, tl.maximum(key_start + BLOCK_N - 1 + window - offset, 0))
         full_end = tl.minimum(query_length, tl.maximum(key_start + window - offset, 0))
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
-    return begin, full_begin, full_end, end
+    left = (full_begin - begin) // BLOCK_M
+    return begin, left, full_begin, full_end, left + tl.cdiv(tl.maximum(end - full_end, 0), BLOCK_M)
+
+
+@triton.jit
+def tile_start(step, begin, left, full_begin, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """First index of the step-th tile of a walk: masked tiles left of the full ones, then those right of them."""
+    if MASKED:
+        return tl.where(step < left, begin + step * BLOCK, full_end + (step - left) * BLOCK)
+    return full_begin + step * BLOCK
 
 
 @triton.jit
@@ -114,8 +127,9 @@ def load_rows(base, stride, start, low, high, BLOCK: tl.constexpr, D: tl.constex
     """Load `[BLOCK, BLOCK_D]` rows start.. ; with MASKED those outside [low, high) are zero, and none of them is read."""
     index = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
+    # 64 bits to the tile, 32 within it (the host copies a tensor whose tokens lie further apart): fewer registers
     tile = base + tl.cast(start, tl.int64) * stride
-    pointers = tile + index[:, None].to(tl.int64) * stride + column[None, :]
+    pointers = tile + (index[:, None] * stride.to(tl.int32) + column[None, :])
     if MASKED:
         inside = (start + index >= low) & (start + index < high)
         if D == BLOCK_D:
