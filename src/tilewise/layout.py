@@ -94,7 +94,7 @@ class BlockTable:
         return self.start.shape[0]
 
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Token in each slot of each block: int64 `[M, block]`, safe for indexing, and bool `[M, block]`, False past the end."""
+        """Token in each slot of each block, int64 `[M, block]`, safe to index with, and bool: False past its end."""
         token = self.start[:, None] + torch.arange(self.block, device=self.start.device)
         return token.clamp(max=max(self.of_token.shape[0] - 1, 0)), token < self.end[:, None]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tilewise.layout import Visibility, block_table
+from tilewise.layout import Visibility
 from tilewise.remainders.base import Remainder
 from tilewise.selection import Selection
 from tilewise.selectors.oracle import LOGIT_ELEMENTS, block_logmass, chosen_rows, grouped_logits
@@ -38,7 +38,7 @@ class RowAccount:
 
 @dataclass(frozen=True)
 class MassAccount:
-    """The account per batch and query head. Every tensor `[B, H_q]`, averaged over live rows where not said otherwise."""
+    """The account per batch and query head. Every tensor `[B, H_q]`, a mean over live rows where not said otherwise."""
 
     density: Tensor  # selected over visible pairs (a ratio of sums)
     mass_kept: Tensor
@@ -85,9 +85,9 @@ def account(
 ) -> MassAccount:
     """Compare a selection and its remainder with exact attention, row by row, without a sink.
 
-    The output error splits exactly (contracts: docs/methods/block-sparse.md, section "Error"):
+    The output error splits exactly (docs/methods/block-sparse.md, section "Error"):
     `o - o_hat = (lambda - lam_h)(o_E - o_U) + (1 - lam_h)(o_U - Nh / Dh)`, a mass term and a value term.
-    A state of no mass counts as output 0; a live row for which `D_E + Dh = 0` has `lam_h = 1`, so the split still holds.
+    A state of no mass counts as output 0; a live row with `D_E + Dh = 0` has `lam_h = 1`, so the split still holds.
 
     Args:
         q: `[B, T_q, H_q, d_k]`.

@@ -67,7 +67,7 @@ class Taylor:
 def block_means(x: Tensor, table: BlockTable) -> Tensor:
     """Mean over the tokens of each block, in fp32 (fp64 for fp64): `[B, T, H, D] -> [B, M, H, D]`; empty blocks: 0.
 
-    Differentiable. A token fills one slot at most, so its gradient is one term (the rest are zeros): no order of a sum to fix.
+    Differentiable. A token fills one slot at most, so its gradient is one term and has no order of summation to fix.
     """
     if x.dtype != torch.float64:
         x = x.float()

@@ -51,8 +51,8 @@ class BlockOptions:
 
     Args:
         blocks: number of blocks per tile besides those that overlap the tile; forced ones count within it.
-        density: instead of `blocks`: share in (0, 1] of the tile's visible blocks to select, rounded up; overlapping and
-            forced blocks count within it, and are selected even where they exceed it.
+        density: instead of `blocks`: share in (0, 1] of the tile's visible blocks to select, rounded up; overlapping
+            and forced blocks count within it, and are selected even where they exceed it.
         block_q: query rows per tile; 1 makes a list per token.
         block_k: tokens per key block.
         initial: number of blocks at the start of the sequence that are always selected.

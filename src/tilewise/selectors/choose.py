@@ -28,7 +28,7 @@ class TileTable:
     keys: BlockTable  # blocks of the key axis
     first: Tensor  # visible range [first, end) of the tile: the union of its rows' ranges
     end: Tensor  # first == end for a tile whose rows are all dead
-    own_first: Tensor  # positions [own_first, own_end) of the tile's rows that exist as keys of its sequence
+    own_first: Tensor  # positions [own_first, own_end) of the tile's rows; may lie before the first key (T_q > T_k)
     own_end: Tensor
     key_start: Tensor  # first key of the tile's sequence
     sequence: Tensor  # the tile's sequence, safe for indexing
@@ -47,12 +47,8 @@ def tile_table(visibility: Visibility, block_q: int, block_k: int, device: torch
     head, tail = rows.start.clamp(max=last_row), (rows.end - 1).clamp(0, last_row)
     first = row_first[head]
     end = torch.where(inside, torch.maximum(row_end[tail], first), first)
-    live = end > first
-    key_start, key_end = cu_k[sequence], cu_k[sequence + 1]
-    shift = key_end - cu_q[sequence + 1]  # bottom-right: row t stands at t + shift on the call's key axis
-    own_first = torch.minimum(torch.maximum(rows.start + shift, key_start), key_end)
-    own_end = torch.where(live, torch.maximum(rows.end + shift, own_first), own_first)
-    return TileTable(rows, keys, first, end, own_first, own_end, key_start, sequence)
+    shift = cu_k[sequence + 1] - cu_q[sequence + 1]  # bottom-right: row t stands at t + shift on the call's key axis
+    return TileTable(rows, keys, first, end, rows.start + shift, rows.end + shift, cu_k[sequence], sequence)
 
 
 def choose_blocks(
@@ -72,8 +68,8 @@ def choose_blocks(
         batch: B.
         kv_heads: H_kv; the query heads of a group share a list.
         device: of the scores.
-        score: `score(tiles, piece)` gives fp32 scores `[B, len(piece), H_kv, M]` of the tiles in the slice; what it says
-            about blocks that are no candidates is ignored, NaN ranks last.
+        score: `score(tiles, piece)` gives fp32 scores `[B, len(piece), H_kv, M]` of the tiles in the slice; what it
+            says about blocks that are no candidates is ignored, NaN ranks last.
         score_elements_per_tile: scratch elements that `score` needs for a tile, where more than its result.
 
     Returns:
@@ -93,14 +89,15 @@ def choose_blocks(
 
 
 def keep_best(options: BlockOptions, tiles: TileTable, piece: slice, scores: Tensor, n: int) -> Tensor:
-    """ids int32 `[B, tiles, H_kv, n]` of one piece of tiles: overlapping and forced blocks, then the best candidates."""
+    """ids int32 `[B, tiles, H_kv, n]` of some tiles: overlapping and forced blocks, then the best candidates."""
     keys = tiles.keys
     first, end = tiles.first[piece, None], tiles.end[piece, None]
     own_first, own_end = tiles.own_first[piece, None], tiles.own_end[piece, None]
-    visible = (keys.start < end) & (keys.end > first)  # [tiles, M]; ranges never leave the tile's sequence
+    # [tiles, M]; ranges never leave the tile's sequence, and an empty one may lie inside a block
+    visible = (keys.start < end) & (keys.end > first) & (end > first)
     overlapping = visible & (keys.start < own_end) & (keys.end > own_first)
     candidate = visible & ~overlapping  # causal: these all end at or before own_first
-    own_block = torch.div(own_first - tiles.key_start[piece, None], options.block_k, rounding_mode="floor")
+    own_block = (own_first - tiles.key_start[piece, None]).clamp(min=0) // options.block_k
     forced = (keys.local < options.initial) | ((keys.local < own_block) & (keys.local >= own_block - options.local))
     forced = candidate & forced
     kept = overlapping.sum(1) + forced.sum(1)

@@ -61,7 +61,7 @@ def block_logmass(
     table: BlockTable | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Logarithm of the softmax mass of every key block: `log Z_ib = log sum_{j in b, j visible to i} exp(scale q_i . k_j)`.
+    """Logarithm of the mass of every key block: `log Z_ib = log sum_{j in b, j visible to i} exp(scale q_i . k_j)`.
 
     Args:
         q: `[B, T_q, H_q, d_k]`.
@@ -74,7 +74,7 @@ def block_logmass(
         dtype: of the products and of the result, fp32 or fp64.
 
     Returns:
-        `[B, R, H_q, M]`, natural logarithm, blocks counted through the call; -inf where the row sees no key of the block.
+        `[B, R, H_q, M]`, natural logarithm, blocks counted through the call; -inf where the row sees no key of it.
         `torch.logsumexp` over the last dimension is the row's dense LSE. Logits are held for a few rows at a time.
     """
     device = q.device

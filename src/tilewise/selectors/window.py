@@ -56,18 +56,21 @@ class Window:
         after = 0 if visibility.causal else self.w - 1
         low = torch.maximum(tiles.own_first - (self.w - 1), tiles.first)
         high = torch.minimum(tiles.own_end + after, tiles.end)  # exclusive
-        start = tiles.key_start
-        low_block = torch.div(low - start, self.block_k, rounding_mode="floor")
-        end_block = torch.where(high > low, torch.div(high - 1 - start, self.block_k, rounding_mode="floor") + 1, low_block)
-        first_block = torch.div(tiles.first - start, self.block_k, rounding_mode="floor")  # the earliest that is visible
+        high = torch.maximum(high, low)
+        start, size = tiles.key_start, self.block_k
+        low_block = (low - start) // size
+        end_block = torch.where(high > low, (high - start + size - 1) // size, low_block)
+        seen_block, seen_end = (tiles.first - start) // size, (tiles.end - start + size - 1) // size  # visible ones
 
+        blocks = -(-visibility.key_length // size)
         reach = self.block_q + (self.w - 1) + after
-        blocks = -(-visibility.key_length // self.block_k)
-        near = low_block[:, None] + torch.arange(min(blocks, (reach + self.block_k - 2) // self.block_k + 1), device=q.device)
+        width = min(blocks, (reach + size - 2) // size + 1)
+        near = low_block[:, None] + torch.arange(width, device=q.device)
         lead = torch.arange(min(blocks, self.initial), device=q.device).expand(near.shape[0], -1)
-        lead_taken = (lead < low_block[:, None]) & (lead >= first_block[:, None]) & (high > low)[:, None]
-        taken = torch.cat([lead_taken, near < end_block[:, None]], dim=1)
-        local = torch.where(taken, torch.cat([lead, near], dim=1), blocks + 1).sort(-1).values[:, :blocks]
-        local = torch.where(local <= blocks, local, -1).to(torch.int32)
+        outside = (lead < low_block[:, None]) | (lead >= end_block[:, None])
+        seen = (lead >= seen_block[:, None]) & (lead < seen_end[:, None]) & (tiles.end > tiles.first)[:, None]
+        taken = torch.cat([seen & outside, near < end_block[:, None]], dim=1)
+        local = torch.where(taken, torch.cat([lead, near], dim=1), blocks).sort(-1).values[:, :blocks]
+        local = torch.where(local < blocks, local, -1).to(torch.int32)
         ids = local[None, :, None, :].expand(q.shape[0], -1, k.shape[2], -1).contiguous()
         return Selection.from_blocks(ids, block_q=self.block_q, block_k=self.block_k, visibility=visibility)
