@@ -18,7 +18,7 @@ class SelectorCard:
 
     name: str
     granularity: str  # "block" or "token": what its ids count; "given": whatever the caller's ids count
-    causal_rule: str  # which outputs a later token may not touch
+    causality: str  # "token": changing a token touches no earlier output; "tile": none before the token's query tile
     cost: str  # work beyond the exact part, per head
 
 

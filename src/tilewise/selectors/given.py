@@ -29,7 +29,7 @@ class Given:
     card: ClassVar[SelectorCard] = SelectorCard(
         name="given",
         granularity="given",
-        causal_rule="that of whoever made the lists; causality still masks single keys",
+        causality="token",  # of the call; how the lists were made is the caller's matter
         cost="none",
     )
 

@@ -28,7 +28,7 @@ class Oracle(BlockOptions):
     card: ClassVar[SelectorCard] = SelectorCard(
         name="oracle",
         granularity="block",
-        causal_rule="tile: outputs before the tile of a changed token keep their bits; block_q=1: every earlier output",
+        causality="tile",
         cost="the dense logits",
     )
 

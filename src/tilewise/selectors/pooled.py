@@ -26,7 +26,7 @@ class Pooled(BlockOptions):
     card: ClassVar[SelectorCard] = SelectorCard(
         name="pooled",
         granularity="block",
-        causal_rule="tile: outputs before the tile of a changed token keep their bits; block_q=1: every earlier output",
+        causality="tile",
         cost="1 / (2 block_q block_k) of the dense products",
     )
 

@@ -39,7 +39,7 @@ class Window:
     card: ClassVar[SelectorCard] = SelectorCard(
         name="window",
         granularity="block",
-        causal_rule="token: the lists depend on positions alone",
+        causality="token",  # the lists depend on positions alone
         cost="none",
     )
 
