@@ -1,0 +1,175 @@
+"""One literal table: which implementations compute a (selector, remainder) pair, for what dtypes and devices."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+IMPLEMENTATIONS = ("auto", "reference", "eager", "triton", "hopper")
+# what "auto" tries, best first; the reference is for judging and is never chosen
+AUTO_ORDER = ("hopper", "triton", "eager")
+HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+ALL_FLOATS = (*HALF_AND_SINGLE, torch.float64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of a pair."""
+
+    launcher: str  # "module:function", imported when first used
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]  # ("any",): every device type
+    largest_head_dim: int | None = None  # of d_k and d_v; None: any
+    backward: bool = True
+    compiles: bool = True  # torch.compile(fullgraph=True) of attend works with it
+
+    def obstacle(self, dtype: torch.dtype, device: torch.device, head_dims: tuple[int, int]) -> str | None:
+        """What keeps this row from a call, in words; None: nothing."""
+        if dtype not in self.dtypes:
+            return f"dtype {dtype} (have: {', '.join(str(d) for d in self.dtypes)})"
+        if self.largest_head_dim is not None and max(head_dims) > self.largest_head_dim:
+            return f"head dims d_k = {head_dims[0]}, d_v = {head_dims[1]} (at most {self.largest_head_dim})"
+        if self.devices != ("any",) and device.type not in self.devices and not self._interpreted_on(device):
+            return f"device {device.type!r} (have: {', '.join(self.devices)}, or the CPU under TRITON_INTERPRET=1)"
+        return None
+
+    def _interpreted_on(self, device: torch.device) -> bool:
+        from tilewise.kernels.ops import interpreted
+
+        return device.type == "cpu" and interpreted()
+
+
+TABLE: dict[tuple[str, str], dict[str, Row]] = {
+    ("all", "none"): {
+        "triton": Row("tilewise.kernels.ops:dense_attention", HALF_AND_SINGLE, ("cuda",), largest_head_dim=256),
+        "eager": Row("tilewise.eager.dense:attention", ALL_FLOATS, ("any",)),
+        "reference": Row("tilewise.reference.dense:attention", ALL_FLOATS, ("any",), compiles=False),
+    },
+    ("block", "drop"): {
+        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
+        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+    },
+    ("block", "taylor0"): {
+        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
+        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+    },
+    ("token", "drop"): {
+        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
+        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+    },
+    ("token", "taylor0"): {
+        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
+        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+    },
+}
+
+
+def choose(
+    impl: str,
+    selector_kind: str,
+    remainder_kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dims: tuple[int, int],
+) -> str:
+    """Name the implementation of one call.
+
+    Args:
+        impl: one of IMPLEMENTATIONS. "auto" takes the first of hopper, triton, eager that fits the call.
+        selector_kind: "all" (no selector), "block" or "token".
+        remainder_kind: "none" (no selector), "drop" or "taylor0".
+        dtype: of q, k and v.
+        device: of q, k and v.
+        head_dims: `(d_k, d_v)`.
+
+    Returns:
+        A key of the pair's entry in TABLE. An explicit request is met or refused, never replaced.
+
+    Raises:
+        ValueError: impl is not one of IMPLEMENTATIONS.
+        NotImplementedError: the pair, or the pair with this impl, dtype, device or head dim, is not in the table.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    rows = TABLE.get((selector_kind, remainder_kind))
+    if rows is None:
+        have = ", ".join(f"({s}, {r})" for s, r in TABLE)
+        raise NotImplementedError(
+            f"selector, remainder: the pair ({selector_kind}, {remainder_kind}) has no implementation; have: {have}"
+        )
+    if impl != "auto":
+        row = rows.get(impl)
+        if row is None:
+            raise NotImplementedError(
+                f"impl: {impl!r} has no ({selector_kind}, {remainder_kind}); have: {', '.join(rows)}"
+            )
+        obstacle = row.obstacle(dtype, device, head_dims)
+        if obstacle is not None:
+            raise NotImplementedError(f"impl: {impl!r} does not take {obstacle}; use impl='auto' or impl='eager'")
+        return impl
+    # interpreted kernels are for tests: on a CPU "auto" means eager
+    order = AUTO_ORDER if device.type != "cpu" else ("eager",)
+    for name in order:
+        row = rows.get(name)
+        if row is not None and row.obstacle(dtype, device, head_dims) is None:
+            return name
+    raise NotImplementedError(
+        f"impl: nothing takes ({selector_kind}, {remainder_kind}) for {dtype} on {device.type!r}; have: {', '.join(rows)}"
+    )
+
+
+def lookup(
+    impl: str,
+    selector_kind: str,
+    remainder_kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dims: tuple[int, int],
+) -> Callable:
+    """Find the launcher of one call. Arguments and errors: see `choose`."""
+    name = choose(impl, selector_kind, remainder_kind, dtype, device, head_dims)
+    return load(TABLE[selector_kind, remainder_kind][name].launcher)
+
+
+@torch.compiler.assume_constant_result
+def load(launcher: str) -> Callable:
+    """Import `"module:function"`."""
+    module, function = launcher.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """What exists for one pair; read off TABLE."""
+
+    selector: str
+    remainder: str
+    reference: bool
+    eager_forward: bool
+    eager_backward: bool
+    triton_forward: bool
+    triton_backward: bool
+    compile: bool  # an implementation that "auto" may choose works under torch.compile(fullgraph=True)
+
+
+def grid() -> list[GridRow]:
+    """The selector x remainder grid, one row per pair of TABLE."""
+    result = []
+    for (selector, remainder), rows in TABLE.items():
+        eager, triton = rows.get("eager"), rows.get("triton")
+        result.append(
+            GridRow(
+                selector,
+                remainder,
+                reference="reference" in rows,
+                eager_forward=eager is not None,
+                eager_backward=eager is not None and eager.backward,
+                triton_forward=triton is not None,
+                triton_backward=triton is not None and triton.backward,
+                compile=any(rows[name].compiles for name in AUTO_ORDER if name in rows),
+            )
+        )
+    return result
