@@ -6,12 +6,10 @@ Needs the extra `hf` to capture and `safetensors` (extra `cli`) to read; both ar
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.capture_hooks import check_arguments, check_mask, check_positions, recording
 from tilewise.layout import Visibility
 
 FORMAT = "tilewise-capture-1"
-IMPLEMENTATION = "tilewise_capture"
-# keyword arguments of an attention call that change the softmax and that a plain (q, k, v, scale) cannot express
-FOREIGN_ARGUMENTS = ("softcap", "position_bias", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
-MASK_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,18 @@ def capture(
         arguments.setdefault("use_cache", False)
     kept: dict[int, LayerCapture] = {}
     seen: set[int] = set()
-    with _recording(model, set(layers), kept, seen, query_rows, dtype):
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, extra: dict) -> None:
+        number = getattr(module, "layer_idx", None)
+        if number is None:
+            return
+        seen.add(number)
+        if number in kept:
+            raise NotImplementedError(f"layers: expected one attention call in layer {number}, got a second one")
+        if number in layers:
+            kept[number] = _layer(module, number, query, key, value, mask, extra, query_rows, dtype)
+
+    with recording(model, record):
         model(**arguments)
     missing = sorted(set(layers) - set(kept))
     if missing:
@@ -197,61 +203,6 @@ def _describe(model: Any, kept: dict[int, LayerCapture]) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _recording(
-    model: Any,
-    wanted: set[int],
-    kept: dict[int, LayerCapture],
-    seen: set[int],
-    query_rows: int | None,
-    dtype: torch.dtype,
-) -> Iterator[None]:
-    """Route the model's attention through a recorder for the time of the block, then put everything back."""
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError("capture needs transformers: pip install 'tilewise[hf]'") from error
-    if not hasattr(model, "set_attn_implementation"):
-        raise NotImplementedError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    training = {name: module.training for name, module in model.named_modules()}
-    own = before[id(model.config)]
-    original = AttentionInterface().get(own)  # None for "eager": the function lies in the model's own file
-
-    def recorder(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **extra: Any) -> Any:
-        number = getattr(module, "layer_idx", None)
-        if number is not None:
-            seen.add(number)
-        if number in wanted:
-            if number in kept:
-                raise NotImplementedError(f"layers: expected one attention call in layer {number}, got a second one")
-            kept[number] = _layer(module, number, query, key, value, mask, extra, query_rows, dtype)
-        call = original or sys.modules[type(module).__module__].eager_attention_forward
-        return call(module, query, key, value, mask, **extra)
-
-    AttentionInterface.register(IMPLEMENTATION, recorder)
-    masks = AttentionMaskInterface()
-    # without a mask function of the same name the model would pass mask=None, also for a padded batch
-    AttentionMaskInterface.register(IMPLEMENTATION, masks[own if own in masks else "sdpa"])
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        if model.config._attn_implementation != IMPLEMENTATION:
-            raise NotImplementedError(
-                f"model: {type(model).__name__} does not look its attention up in AttentionInterface; "
-                "expected one of the transformers models that do"
-            )
-        model.eval()
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-        for name, module in model.named_modules():
-            module.training = training[name]
-        for interface in (AttentionInterface, AttentionMaskInterface):  # they have register, but no way back
-            interface._global_mapping.pop(IMPLEMENTATION, None)
-
-
 def _layer(
     module: Any,
     number: int,
@@ -264,51 +215,15 @@ def _layer(
     dtype: torch.dtype,
 ) -> LayerCapture:
     """Check one attention call ([B, H, T, D] tensors) and keep it as [B, T, H, D]."""
-    foreign = [name for name in FOREIGN_ARGUMENTS if extra.get(name) is not None]
-    if foreign:
-        raise NotImplementedError(f"layer {number}: expected attention of q, k, v and a scale alone, got {foreign} too")
+    check_arguments(number, extra)
     is_causal = extra.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     rows, keys = query.shape[2], key.shape[2]
     window = extra.get("sliding_window")
     window = window if causal and window is not None and window < keys else None
-    _check_positions(number, extra.get("position_ids"))
-    _check_mask(number, mask, Visibility(rows, keys, causal=causal, window=window))
+    check_positions(number, extra.get("position_ids"))
+    check_mask(number, mask, Visibility(rows, keys, causal=causal, window=window))
     scale = extra.get("scaling")
     q = query[:, :, max(0, rows - query_rows) :] if query_rows is not None else query
     q, k, v = (x.transpose(1, 2).to("cpu", dtype).contiguous() for x in (q, key, value))
     return LayerCapture(q, k, v, float(query.shape[-1] ** -0.5 if scale is None else scale), causal, window)
-
-
-def _check_positions(number: int, positions: Tensor | None) -> None:
-    """Refuse position ids that restart or repeat: several sequences packed into one row."""
-    if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
-        return
-    if bool((positions[:, 1:] - positions[:, :-1] != 1).any()):
-        raise ValueError(
-            f"layer {number}: expected position_ids that rise by 1, got a padded or packed batch; capture one unpadded "
-            "sequence at a time"
-        )
-
-
-def _check_mask(number: int, mask: Tensor | None, visibility: Visibility) -> None:
-    """Refuse a mask that hides or shows other keys than the layout does. `mask`: [B, T_k], or [B, H, T_q, T_k]."""
-    rows, keys = visibility.query_length, visibility.key_length
-    if mask is None:
-        return  # transformers leaves the mask out only where is_causal and sliding_window say it all
-    advice = "padded, packed and prefix batches are not kept; capture one unpadded sequence at a time"
-    if mask.dim() == 2:
-        if not bool((mask != 0).all()):
-            raise ValueError(f"layer {number}: expected a mask without padding, got zeros in it; {advice}")
-        return
-    mask = mask[..., :keys]
-    shows = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    first, end = visibility.key_range(mask.device)
-    key = torch.arange(keys, device=mask.device)
-    for begin in range(0, rows, MASK_ROWS_AT_ONCE):
-        row = slice(begin, begin + MASK_ROWS_AT_ONCE)
-        expected = (key >= first[row, None]) & (key < end[row, None])
-        if bool((shows[:, :, row] != expected).any()):
-            kind = "causal" if visibility.causal else "full"
-            kind = kind if visibility.window is None else f"sliding-window ({visibility.window} keys)"
-            raise ValueError(f"layer {number}: expected a {kind} mask, got another one; {advice}")
