@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from tilewise import attend
+from tilewise import Selection, attend, remainders, selectors
+
+from .grid import CALLS
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, sums of some tens of terms
 
@@ -38,8 +40,6 @@ def test_eager_is_the_reference_with_all_gradients(choice, remainder, call, size
 
 
 def test_dead_rows(choice, remainder, impl, size):
-    from .grid import CALLS
-
     call = CALLS["dead rows"]
     dead = slice(0, call.query_length - call.key_length)
     for fill in (None, 0.5, -math.inf):
@@ -91,8 +91,6 @@ def test_claimed_mass_has_the_bias_of_the_card(choice, remainder, call, size, im
 
 def test_toy_example(impl):
     """Logits 0, 0, 0 and values 0, 3, 9: dense 4, the first two 1.5, error 2.5 = (1/3)(9 - 1.5)."""
-    from tilewise import Selection, remainders, selectors
-
     q, k = torch.zeros(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 3, 1, 1, dtype=torch.float64)
     v = torch.tensor([0.0, 3.0, 9.0], dtype=torch.float64).view(1, 3, 1, 1)
     first_two = selectors.Given(Selection.from_tokens(torch.tensor([[[0, 1]]], dtype=torch.int32)))

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -296,3 +297,15 @@ def test_given_checks_the_call():
         given(2, 2, 2, 2).select(q, k, visibility, 1.0)
     with pytest.raises(TypeError, match="Selection.from_blocks"):
         Given(torch.zeros(2, 2, 2, 1))
+
+
+def test_the_selector_in_the_documentation_works():
+    page = Path(__file__).parents[2] / "docs" / "add-a-method.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    names = {"__name__": "documentation"}
+    exec(code, names)
+    visibility = Visibility(40, 40, causal=True)
+    q, k = integers(visibility)
+    k[0, 17, 1] = 100.0
+    selection = names["LargestKey"](blocks=3, block_q=8, block_k=8).select(q, k, visibility, SCALE).check()
+    assert selection.ids[0, 4, 1].tolist()[-1] == 4 and 2 in selection.ids[0, 4, 1].tolist()
