@@ -1,12 +1,21 @@
-"""One literal table: which implementations compute a (selector, remainder) pair, for what dtypes and devices."""
+"""One literal table: which implementations compute a (selector, remainder) pair, for what dtypes and devices.
+
+Every launcher's module imports torch only; a kernel is imported when its operator first runs.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from tilewise.eager import dense as eager_dense
+from tilewise.eager import sparse as eager_sparse
+from tilewise.kernels import ops
+from tilewise.reference import blocks as reference_blocks
+from tilewise.reference import dense as reference_dense
 
 IMPLEMENTATIONS = ("auto", "reference", "eager", "triton", "hopper")
 # what "auto" tries, best first; the reference is for judging and is never chosen
@@ -19,7 +28,7 @@ ALL_FLOATS = (*HALF_AND_SINGLE, torch.float64)
 class Row:
     """One implementation of a pair."""
 
-    launcher: str  # "module:function", imported when first used
+    launcher: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, *, visibility, scale, sink, deterministic, ...) -> (out, lse)
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...]  # ("any",): every device type
     largest_head_dim: int | None = None  # of d_k and d_v; None: any
@@ -37,32 +46,30 @@ class Row:
         return None
 
     def _interpreted_on(self, device: torch.device) -> bool:
-        from tilewise.kernels.ops import interpreted
-
-        return device.type == "cpu" and interpreted()
+        return device.type == "cpu" and ops.interpreted()
 
 
 TABLE: dict[tuple[str, str], dict[str, Row]] = {
     ("all", "none"): {
-        "triton": Row("tilewise.kernels.ops:dense_attention", HALF_AND_SINGLE, ("cuda",), largest_head_dim=256),
-        "eager": Row("tilewise.eager.dense:attention", ALL_FLOATS, ("any",)),
-        "reference": Row("tilewise.reference.dense:attention", ALL_FLOATS, ("any",), compiles=False),
+        "triton": Row(ops.dense_attention, HALF_AND_SINGLE, ("cuda",), largest_head_dim=256),
+        "eager": Row(eager_dense.attention, ALL_FLOATS, ("any",)),
+        "reference": Row(reference_dense.attention, ALL_FLOATS, ("any",), compiles=False),
     },
     ("block", "drop"): {
-        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
-        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+        "eager": Row(eager_sparse.attention, ALL_FLOATS, ("any",)),
+        "reference": Row(reference_blocks.launch, ALL_FLOATS, ("any",), compiles=False),
     },
     ("block", "taylor0"): {
-        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
-        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+        "eager": Row(eager_sparse.attention, ALL_FLOATS, ("any",)),
+        "reference": Row(reference_blocks.launch, ALL_FLOATS, ("any",), compiles=False),
     },
     ("token", "drop"): {
-        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
-        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+        "eager": Row(eager_sparse.attention, ALL_FLOATS, ("any",)),
+        "reference": Row(reference_blocks.launch, ALL_FLOATS, ("any",), compiles=False),
     },
     ("token", "taylor0"): {
-        "eager": Row("tilewise.eager.sparse:attention", ALL_FLOATS, ("any",)),
-        "reference": Row("tilewise.reference.blocks:launch", ALL_FLOATS, ("any",), compiles=False),
+        "eager": Row(eager_sparse.attention, ALL_FLOATS, ("any",)),
+        "reference": Row(reference_blocks.launch, ALL_FLOATS, ("any",), compiles=False),
     },
 }
 
@@ -128,17 +135,10 @@ def lookup(
     dtype: torch.dtype,
     device: torch.device,
     head_dims: tuple[int, int],
-) -> Callable:
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Find the launcher of one call. Arguments and errors: see `choose`."""
     name = choose(impl, selector_kind, remainder_kind, dtype, device, head_dims)
-    return load(TABLE[selector_kind, remainder_kind][name].launcher)
-
-
-@torch.compiler.assume_constant_result
-def load(launcher: str) -> Callable:
-    """Import `"module:function"`."""
-    module, function = launcher.split(":")
-    return getattr(importlib.import_module(module), function)
+    return TABLE[selector_kind, remainder_kind][name].launcher
 
 
 @dataclass(frozen=True)
