@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("purpose", choices=sorted(EXTRAS))
     parser.add_argument("--system-torch", action="store_true")
     arguments = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036, an older Python must be told so
         print(f"Python: expected 3.11 or later, got {sys.version.split()[0]}; name another with `make PYTHON=...`")
         return 1
     folder = (ROOT / arguments.folder).absolute()
