@@ -27,30 +27,44 @@ class DenseTiles:
     key_gradient: Tiles
 
 
-# keyed by (family, element size, largest head dim rounded up to a power of two)
-SM90 = {
-    (2, 64): DenseTiles(Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
-    (2, 128): DenseTiles(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 2)),
-    (2, 256): DenseTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1)),
-    (4, 64): DenseTiles(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    (4, 128): DenseTiles(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    (4, 256): DenseTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+# keyed by (element size, largest head dim rounded up to a power of two, causal)
+Table = dict[tuple[int, int, bool], DenseTiles]
+
+SINGLE_PRECISION: Table = {
+    # products on the vector units: fp32 is exact there, and the tensor cores' tf32 is not
+    (4, dim, causal): tiles
+    for causal in (False, True)
+    for dim, tiles in {
+        64: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
+        128: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
+        256: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 16, 1)),
+    }.items()
 }
-# 99 KiB of shared memory a block: what the smallest of the cards before and beside Hopper gives
-PORTABLE = {
-    (2, 64): DenseTiles(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 128): DenseTiles(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
-    (2, 256): DenseTiles(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    (4, 64): SM90[4, 64],
-    (4, 128): SM90[4, 128],
-    (4, 256): SM90[4, 256],
+SM90: Table = SINGLE_PRECISION | {
+    (2, 64, False): DenseTiles(Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 2)),
+    (2, 64, True): DenseTiles(Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 2)),
+    (2, 128, False): DenseTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 3)),
+    (2, 128, True): DenseTiles(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 3)),
+    (2, 256, False): DenseTiles(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    (2, 256, True): DenseTiles(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
 }
+# every other card: within 99 KiB of shared memory, the least that those since Ampere give a block
+PORTABLE: Table = SINGLE_PRECISION | {
+    (2, dim, causal): tiles
+    for causal in (False, True)
+    for dim, tiles in {
+        64: DenseTiles(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
+        128: DenseTiles(Tiles(128, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+        256: DenseTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2)),
+    }.items()
+}
+SHARED_MEMORY_LIMIT = {90: 227 * 1024, 80: 99 * 1024}
 INTERPRETER = DenseTiles(Tiles(32, 16, 1, 1), Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1))
 
 
-def dense_tiles(dtype: torch.dtype, block_dk: int, block_dv: int, device: torch.device) -> DenseTiles:
+def dense_tiles(dtype: torch.dtype, block_dk: int, block_dv: int, causal: bool, device: torch.device) -> DenseTiles:
     """Tiles for one call; INTERPRETER when the kernels run on the CPU."""
     if INTERPRETED or device.type != "cuda":
         return INTERPRETER
     table = SM90 if torch.cuda.get_device_capability(device) == (9, 0) else PORTABLE
-    return table[dtype.itemsize, max(64, block_dk, block_dv)]
+    return table[dtype.itemsize, max(64, block_dk, block_dv), causal]

@@ -48,7 +48,7 @@ def prepare_kernel(
     dead = lse == float("-inf")
     delta = tl.sum(out * dout, 1)
     if SINK:
-        sink = tl.load(sink_ptr + head, mask=inside, other=float("-inf"))
+        sink = tl.load(sink_ptr + head, mask=inside, other=0.0)
         weight = 1.0 / (1.0 + tl.exp2((sink - lse) * 1.4426950408889634))
         sink_share = 1.0 / (1.0 + tl.exp2((lse - sink) * 1.4426950408889634))
         tl.store(weight_ptr + row, tl.where(dead, 0.0, weight), mask=inside)
