@@ -22,7 +22,7 @@ class Choice:
 
 
 SELECTORS: dict[str, Choice] = {
-    "pooled": Choice(lambda **size: Pooled(blocks=2, **size), lambda **size: Pooled(density=1.0, **size)),
+    "pooled": Choice(lambda **size: Pooled(blocks=3, **size), lambda **size: Pooled(density=1.0, **size)),
     "oracle": Choice(lambda **size: Oracle(density=0.4, **size), lambda **size: Oracle(blocks=99, **size)),
     "window": Choice(lambda **size: Window(7, initial=1, **size), lambda **size: Window(999, **size)),
 }
@@ -31,7 +31,7 @@ REMAINDERS: dict[str, Callable[[], Remainder]] = {
     "taylor0": Taylor,
 }
 # no size is a multiple of another: a transposed or a padded dimension shows
-BLOCKS = {"tiles": {"block_q": 8, "block_k": 4}, "tokens": {"block_q": 1, "block_k": 8}}
+BLOCKS = {"tiles": {"block_q": 8, "block_k": 4}, "tokens": {"block_q": 1, "block_k": 5}}
 
 
 @dataclass(frozen=True)
