@@ -35,9 +35,9 @@ SINGLE_PRECISION: Table = {
     (4, dim, causal): tiles
     for causal in (False, True)
     for dim, tiles in {
-        64: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
-        128: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
-        256: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 16, 1)),
+        64: DenseTiles(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+        128: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 32, 8, 1)),
+        256: DenseTiles(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)),
     }.items()
 }
 SM90: Table = SINGLE_PRECISION | {
@@ -54,8 +54,8 @@ PORTABLE: Table = SINGLE_PRECISION | {
     for causal in (False, True)
     for dim, tiles in {
         64: DenseTiles(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
-        128: DenseTiles(Tiles(128, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-        256: DenseTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2)),
+        128: DenseTiles(Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
+        256: DenseTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     }.items()
 }
 SHARED_MEMORY_LIMIT = {90: 227 * 1024, 80: 99 * 1024}

@@ -169,6 +169,13 @@ def query_gradient_kernel(
 
 
 @triton.jit
+def _keep_apart(PRECISION: tl.constexpr):
+    """On the vector units (fp32) the operands of a product come to registers; two products interleaved would spill."""
+    if PRECISION == "ieee":
+        tl.debug_barrier()
+
+
+@triton.jit
 def _add_key_gradient(
     dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
     begin, left, full_begin, full_end, steps, row_low, row_high, key_index, key_end, offset, window, scale_log2,
@@ -198,7 +205,9 @@ def _add_key_gradient(
             delta = tl.load(delta_base + row, mask=inside, other=0.0)
         else:
             delta = tl.load(delta_base + row)
+        _keep_apart(PRECISION)
         dprobability = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
+        _keep_apart(PRECISION)
         if SINK:
             weight = tl.load(weight_base + row, mask=row < row_high, other=0.0)
             dprobability = dprobability * weight[None, :]
@@ -206,6 +215,7 @@ def _add_key_gradient(
         else:
             shared = probability.to(dout.dtype)
         dvalue = tl.dot(shared, dout, dvalue, input_precision=PRECISION)
+        _keep_apart(PRECISION)
         dscores = (probability * (dprobability - delta[None, :])).to(query.dtype)
         dkey = tl.dot(dscores, query, dkey, input_precision=PRECISION)
     return dkey, dvalue
