@@ -86,11 +86,15 @@ def load_capture(path: str | Path, device: torch.device | str = "cpu") -> Captur
         FileNotFoundError: no such file.
         ValueError: a safetensors file of another format, or one that lacks a tensor.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"path: expected a capture (safetensors), found no file at {path}")
-    with safe_open(str(path), framework="pt", device=str(device)) as file:
+    try:
+        file = safe_open(str(path), framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"path: expected a safetensors file, got {path} ({error})") from error
+    with file:
         metadata = dict(file.metadata() or {})
         if metadata.get("format") != FORMAT:
             raise ValueError(

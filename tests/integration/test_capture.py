@@ -188,6 +188,9 @@ def test_other_files_are_refused(tmp_path) -> None:
     save_file({"x": torch.zeros(2)}, str(other))
     with pytest.raises(ValueError, match="expected a file of format"):
         load_capture(other)
+    (tmp_path / "text").write_text("no tensors here, only words")
+    with pytest.raises(ValueError, match="expected a safetensors file"):
+        load_capture(tmp_path / "text")
     with pytest.raises(FileNotFoundError, match="found no file"):
         load_capture(tmp_path / "none.safetensors")
 
