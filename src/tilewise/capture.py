@@ -155,7 +155,7 @@ def capture(
     """
     if query_rows is not None and query_rows < 1:
         raise ValueError(f"query_rows: expected at least 1 or None, got {query_rows}")
-    arguments = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    arguments: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     parameters = inspect.signature(model.forward).parameters
     if "logits_to_keep" in parameters:
         arguments.setdefault("logits_to_keep", 1)  # the logits of all positions can be larger than the model

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tilewise.diagnose.curve import CurvePoint
 from tilewise.diagnose.report import Report
 
 # one colour per selector, from the palette of Okabe and Ito, which colour-blind readers can tell apart
@@ -15,7 +16,7 @@ COLOURS = {
     "window + first block": "#56B4E9",
     "pooled": "#D55E00",
     "pooled + first block": "#0072B2",
-    "oracle": "#222222",
+    "oracle": "#555555",
 }
 MARKERS = {"window": "v", "window + first block": "^", "pooled": "s", "pooled + first block": "o", "oracle": "D"}
 STYLE = {
@@ -31,16 +32,19 @@ STYLE = {
 }
 
 
-def curve_figure(report: Report, selectors: Sequence[str] | None = None, *, text_as_paths: bool = False) -> str:
+def curve_figure(
+    points: Sequence[CurvePoint], selectors: Sequence[str] | None = None, *, text_as_paths: bool = False
+) -> str:
     """Mass left out against density, one panel a layer, one line a selector."""
     wanted = [name for name in COLOURS if selectors is None or name in selectors]
-    with _figure(len(report.layers), text_as_paths, height=3.3) as (figure, panels, svg):
-        for panel, layer in zip(panels, report.layers, strict=True):
+    layers = list(dict.fromkeys(point.layer for point in points))
+    with _figure(len(layers), text_as_paths, height=3.3) as (figure, panels, svg):
+        for panel, layer in zip(panels, layers, strict=True):
             for name in wanted:
-                points = [p for p in report.curve if p.layer == layer and p.selector == name]
+                line = [p for p in points if p.layer == layer and p.selector == name]
                 panel.plot(
-                    [100 * p.density for p in points],
-                    [100 * p.mass_left_out for p in points],
+                    [100 * p.density for p in line],
+                    [100 * p.mass_left_out for p in line],
                     color=COLOURS[name],
                     marker=MARKERS[name],
                     markersize=4,
@@ -51,8 +55,14 @@ def curve_figure(report: Report, selectors: Sequence[str] | None = None, *, text
             panel.set_title(f"layer {layer}", loc="left")
             panel.set_xlabel("density: selected of visible pairs, %")
             panel.set_xlim(0, None)
-            panel.set_ylim(0, None)
-        panels[0].set_ylabel("softmax mass left out, %")
+            panel.set_yscale("log")
+            _plain_numbers(panel.yaxis)
+        low = min((p.mass_left_out for p in points if p.mass_left_out > 0), default=1.0)
+        for panel in panels:
+            panel.set_ylim(max(60 * low, 0.02), 110)
+            if panel is not panels[0]:
+                panel.tick_params(labelleft=False)
+        panels[0].set_ylabel("softmax mass left out, % (log)")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(wanted))
     return svg[0]
@@ -60,6 +70,9 @@ def curve_figure(report: Report, selectors: Sequence[str] | None = None, *, text
 
 def error_figure(report: Report) -> str:
     """Output error of every method, one panel a layer; bars share a logarithmic axis."""
+    sparse = [result for result in report.results if result.remainder != "none"]
+    low = 100 * min(result.oracle.output_error for result in sparse)
+    high = 100 * max(result.mean.output_error for result in sparse)
     with _figure(len(report.layers), False, height=3.9) as (_, panels, svg):
         for panel, layer in zip(panels, report.layers, strict=True):
             results = [result for result in report.of_layer(layer) if result.remainder != "none"]
@@ -70,12 +83,13 @@ def error_figure(report: Report) -> str:
             panel.barh(places, values, color=colours, hatch=hatches, edgecolor="white", linewidth=0, height=0.75)
             best = [100 * result.oracle.output_error for result in results]
             panel.plot(
-                best, places, "|", color="black", markersize=11, markeredgewidth=1.6, label="oracle, same budget"
+                best, places, "|", color="black", markersize=14, markeredgewidth=1.6, label="oracle, same budget"
             )
             for place, value in zip(places, values, strict=True):
                 panel.text(value * 1.12, place, f"{value:.3g}", va="center", fontsize=8.5)
             panel.set_xscale("log")
-            panel.set_xlim(min(best) * 0.5, max(values) * 3)
+            _plain_numbers(panel.xaxis)
+            panel.set_xlim(low * 0.5, high * 4)
             panel.set_yticks(list(places), [result.name for result in results])
             panel.invert_yaxis()
             panel.grid(axis="y", visible=False)
@@ -109,6 +123,15 @@ def heat_figure(report: Report) -> str:
         if image is not None:
             figure.colorbar(image, ax=panels, label="mass left out, %", fraction=0.03, pad=0.01)
     return svg[0]
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Ticks of a logarithmic axis at 1, 3, 10, 30, ..., written as plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator([a * 10.0**b for b in range(-3, 4) for a in (1, 3)]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def require_matplotlib() -> Any:

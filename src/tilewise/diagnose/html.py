@@ -28,7 +28,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 READ_CURVE = (
-    "Lower is better; a selector is as good as it is close to the oracle, which ranks blocks by their true mass. A curve "
+    "Lower is better, on a logarithmic axis; a selector is as good as it is close to the oracle, which ranks blocks by "
+    "their true mass. A curve "
     "that stays high while the density grows misses something that no budget of recent or similar blocks buys; if it drops "
     "once the first block is forced in, that something is the attention sink at the start of the text."
 )
@@ -47,8 +48,9 @@ READ_TABLE = (
     "The output error is the length of the sum of two vectors, exactly: the mass term (the rest has another share than "
     "claimed) and the value term (the rest has other values than claimed). With nothing in place of the rest, all of it is "
     "the mass term. attend error is measured on what attend returned in the capture's dtype; the dense line shows what "
-    "rounding alone costs. time is measured, cost is the predicted FLOP ratio: where time is above cost, the "
-    "implementation, not the method, is what takes long."
+    "rounding alone costs. time is measured, choosing the blocks included; cost is the predicted FLOP ratio. "
+    "Where time lies far above cost, choosing blocks, summarising keys and moving data weigh more than FLOP, which they do "
+    "most for few query rows."
 )
 
 
@@ -67,7 +69,7 @@ def to_html(report: Report) -> str:
         "overlap the query tile.</p>",
         _findings(report),
         "<h2>Mass left out against density</h2>",
-        _figure(curve_figure(report), READ_CURVE),
+        _figure(curve_figure(report.curve), READ_CURVE),
         "<h2>Output error</h2>",
         _figure(error_figure(report), READ_ERROR),
         "<h2>Mass left out by head</h2>",
