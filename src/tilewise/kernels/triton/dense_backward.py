@@ -177,20 +177,26 @@ def _keep_apart(PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_key_gradient(
-    dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-    begin, left, full_begin, full_end, steps, row_low, row_high, key_index, key_end, offset, window, scale_log2,
+    dkey, dvalue, key, value, q_base, g_base, lse2_ptr, delta_ptr, weight_ptr, statistic,
+    stride_qt, stride_gt, stride_qh, stride_gh, T_q, begin, left, full_begin, full_end, steps, row_low, row_high, key_index, key_end, offset, window, scale_log2,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for step in tl.range(0, steps):
+    # one loop over the query tiles of all G heads: a nested one would drain the pipeline at each head
+    for index in tl.range(0, steps * G):
+        member = index // steps if G > 1 else 0
+        step = index - member * steps
         start = tile_start(step, begin, left, full_begin, full_end, BLOCK_M, MASKED)
+        head_rows = statistic + tl.cast(member, tl.int64) * T_q
+        q_head = q_base + member * stride_qh
+        g_head = g_base + member * stride_gh
         row = start + tl.arange(0, BLOCK_M)
-        query = load_rows(q_base, stride_qt, start, row_low, row_high, BLOCK_M, D_K, BLOCK_DK, MASKED)
+        query = load_rows(q_head, stride_qt, start, row_low, row_high, BLOCK_M, D_K, BLOCK_DK, MASKED)
         if MASKED:
             inside = row < row_high
-            lse2 = tl.load(lse2_base + row, mask=inside, other=float("inf"))
+            lse2 = tl.load(lse2_ptr + head_rows + row, mask=inside, other=float("inf"))
         else:
-            lse2 = tl.load(lse2_base + row)
+            lse2 = tl.load(lse2_ptr + head_rows + row)
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         probability = tl.exp2(scores * scale_log2 - lse2[None, :])
         if MASKED:
@@ -200,16 +206,16 @@ def _add_key_gradient(
             if WINDOW:
                 visible = visible & (key_index[:, None] > (row + offset - window)[None, :])
             probability = tl.where(visible, probability, 0.0)
-        dout = load_rows(g_base, stride_gt, start, row_low, row_high, BLOCK_M, D_V, BLOCK_DV, MASKED)
+        dout = load_rows(g_head, stride_gt, start, row_low, row_high, BLOCK_M, D_V, BLOCK_DV, MASKED)
         if MASKED:
-            delta = tl.load(delta_base + row, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + head_rows + row, mask=inside, other=0.0)
         else:
-            delta = tl.load(delta_base + row)
+            delta = tl.load(delta_ptr + head_rows + row)
         _keep_apart(PRECISION)
         dprobability = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
         _keep_apart(PRECISION)
         if SINK:
-            weight = tl.load(weight_base + row, mask=row < row_high, other=0.0)
+            weight = tl.load(weight_ptr + head_rows + row, mask=row < row_high, other=0.0)
             dprobability = dprobability * weight[None, :]
             shared = (probability * weight[None, :]).to(dout.dtype)
         else:
@@ -264,25 +270,25 @@ def key_gradient_kernel(
     begin, left, full_begin, full_end, masked_steps = queries_to_walk(
         key_first, query_length, key_length, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
     )
-    for member in tl.range(0, G):
-        head = kv_head * G + member
-        q_base = q_ptr + batch * (stride_qb * UNIT) + head * (stride_qh * UNIT) + query_start * stride_qt
-        g_base = dout_ptr + batch * (stride_gb * UNIT) + head * (stride_gh * UNIT) + query_start * stride_gt
-        statistic = (batch * H_Q + head) * T_q + query_start
-        lse2_base = lse2_ptr + statistic
-        delta_base = delta_ptr + statistic
-        weight_base = weight_ptr + statistic
-        dkey, dvalue = _add_key_gradient(
-            dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-            begin, left, full_begin, full_end, masked_steps, row_low, query_length, key_index, key_length, offset, window,
-            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, True, CAUSAL, WINDOW, SINK, PRECISION,
-        )  # fmt: skip
-        dkey, dvalue = _add_key_gradient(
-            dkey, dvalue, key, value, q_base, g_base, lse2_base, delta_base, weight_base, stride_qt, stride_gt,
-            begin, left, full_begin, full_end, (full_end - full_begin) // BLOCK_M, row_low, query_length, key_index,
-            key_length, offset, window,
-            scale_log2, D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, False, CAUSAL, WINDOW, SINK, PRECISION,
-        )  # fmt: skip
+    stride_qh = stride_qh * UNIT
+    stride_gh = stride_gh * UNIT
+    head = kv_head * G  # the first of the group
+    q_base = q_ptr + batch * (stride_qb * UNIT) + head * stride_qh + query_start * stride_qt
+    g_base = dout_ptr + batch * (stride_gb * UNIT) + head * stride_gh + query_start * stride_gt
+    statistic = (batch * H_Q + head) * T_q + query_start
+    dkey, dvalue = _add_key_gradient(
+        dkey, dvalue, key, value, q_base, g_base, lse2_ptr, delta_ptr, weight_ptr, statistic,
+        stride_qt, stride_gt, stride_qh, stride_gh, T_q, begin, left, full_begin, full_end, masked_steps, row_low,
+        query_length, key_index, key_length, offset, window, scale_log2,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, G, True, CAUSAL, WINDOW, SINK, PRECISION,
+    )  # fmt: skip
+    dkey, dvalue = _add_key_gradient(
+        dkey, dvalue, key, value, q_base, g_base, lse2_ptr, delta_ptr, weight_ptr, statistic,
+        stride_qt, stride_gt, stride_qh, stride_gh, T_q, begin, left, full_begin, full_end,
+        (full_end - full_begin) // BLOCK_M, row_low,
+        query_length, key_index, key_length, offset, window, scale_log2,
+        D_K, D_V, BLOCK_DK, BLOCK_DV, BLOCK_M, G, False, CAUSAL, WINDOW, SINK, PRECISION,
+    )  # fmt: skip
     inside = (key_index < key_length)[:, None]
     key_row = (batch * T_k + key_start + key_index) * H_KV + kv_head
     k_column = tl.arange(0, BLOCK_DK)
