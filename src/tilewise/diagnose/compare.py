@@ -16,7 +16,7 @@ from tilewise.diagnose.curve import block_mass, curve, oracle_at_budget_of
 from tilewise.diagnose.mass import MassAccount, account
 from tilewise.diagnose.methods import Method, predicted_cost, standard_methods
 from tilewise.diagnose.report import MethodResult, Quantities, Report
-from tilewise.diagnose.timing import dense_floors, run_attend, timed
+from tilewise.diagnose.timing import chosen_path, dense_floors, run_attend, timed
 from tilewise.reference import dense as reference
 from tilewise.remainders import Taylor
 from tilewise.selection import Selection
@@ -112,6 +112,7 @@ def _compare_layer(
                 attend_gap=float((error - own.per_row.output_error).abs().max()),
                 seconds=seconds,
                 predicted_cost=predicted_cost(method, mean.density, block, layer.q.shape[3], layer.v.shape[3]),
+                path=chosen_path(method, layer),
             )
         )
         advance(f"layer {number}: {method.name}")

@@ -50,7 +50,7 @@ READ_TABLE = (
     "the mass term. attend error is measured on what attend returned in the capture's dtype; the dense line shows what "
     "rounding alone costs. time is measured, choosing the blocks included; cost is the predicted FLOP ratio. "
     "Where time lies far above cost, choosing blocks, summarising keys and moving data weigh more than FLOP, which they do "
-    "most for few query rows."
+    "most for few query rows. path is the implementation that attend chose; times of different paths do not compare methods."
 )
 
 
@@ -177,7 +177,10 @@ def _floors(report: Report) -> str:
         )
         for floor in report.floors
     ]
-    note = "The floor is the larger of FLOP at this device's measured matmul rate and bytes at its measured copy rate."
+    note = (
+        "The floor is the larger of FLOP at this device's measured matmul rate and bytes at its measured copy rate. "
+        "Times include the launch."
+    )
     return f"<h2>Dense kernel against its floor</h2><p>{note}</p>{_rows(header, rows)}"
 
 

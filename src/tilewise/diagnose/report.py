@@ -44,6 +44,7 @@ class MethodResult:
     attend_gap: float  # largest difference, over rows and heads, between that and the account's error
     seconds: float  # of attend, selection included
     predicted_cost: float  # FLOP relative to dense attention
+    path: str  # the implementation that attend chose: "eager", "triton", ...
 
     @property
     def name(self) -> str:
@@ -122,6 +123,7 @@ class Report:
             f"{result.seconds * 1e3:#.3g}".rstrip("."),
             f"{self.relative_time(result):.2f}",
             f"{result.predicted_cost:.2f}",
+            result.path,
         ]
 
 
@@ -139,12 +141,14 @@ HEADINGS = [
     "ms",
     "time /\ndense",
     "cost /\ndense",
+    "path",
 ]
 CAPTION = (
     "Means over rows and heads. left out: softmax mass of the keys that were not selected; rest claims: what the remainder "
     "says it is. output error: |out - exact| / |exact|, from the account in fp32; it is the sum of two vectors, of which "
     "mass term and value term are the lengths. oracle: the best blocks at the same budget, same remainder. attend error: the "
-    "same for what attend returned, in the capture's dtype. cost: FLOP, predicted."
+    "same for what attend returned, in the capture's dtype. cost: FLOP, predicted. path: the "
+    "implementation that attend chose; times of different paths do not compare methods."
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.api import attend
 from tilewise.capture import LayerCapture
 from tilewise.diagnose.methods import Method
+from tilewise.dispatch import choose
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 1 << 30
@@ -45,6 +46,14 @@ def run_attend(method: Method, layer: LayerCapture, impl: str = "auto") -> Tenso
         remainder=method.remainder,
         impl=impl,
     )
+
+
+def chosen_path(method: Method, layer: LayerCapture) -> str:
+    """The implementation that impl="auto" means for a method."""
+    kind, remainder = ("all", "none") if method.selector is None else ("block", "drop")
+    if method.remainder is not None:
+        remainder = method.remainder.card.name
+    return choose("auto", kind, remainder, layer.q.dtype, layer.q.device, (layer.q.shape[3], layer.v.shape[3]))
 
 
 def timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
