@@ -120,7 +120,7 @@ class Report:
             "" if dense else percent(oracle.mass_left_out),
             "" if dense else percent(oracle.output_error),
             percent(result.attend_error),
-            f"{result.seconds * 1e3:#.3g}".rstrip("."),
+            milliseconds(result.seconds),
             f"{self.relative_time(result):.2f}",
             f"{result.predicted_cost:.2f}",
             result.path,
@@ -159,6 +159,12 @@ def percent(value: float) -> str:
     if value == 0:
         return "0%"
     return f"{value:.2%}" if value < 0.0995 else f"{value:.1%}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three figures, never in powers of ten."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def _finite(value: Any) -> Any:
