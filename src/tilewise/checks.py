@@ -28,7 +28,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 "packed sequences are [1, T_total, H, D] with cu_seqlens"
             )
     if q.dtype not in DTYPES:
-        raise TypeError(f"q: expected float16, bfloat16, float32 or float64, got {q.dtype}; cast with .to(torch.bfloat16)")
+        raise TypeError(
+            f"q: expected float16, bfloat16, float32 or float64, got {q.dtype}; cast with .to(torch.bfloat16)"
+        )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected {q.dtype} as q, got {x.dtype}; cast with .to(q.dtype)")
@@ -45,7 +47,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads < 1 or kv_heads < 1 or q.shape[3] < 1 or v.shape[3] < 1:
         raise ValueError(
-            f"q, k, v: expected at least one head and one channel, got shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            "q, k, v: expected at least one head and one channel, "
+            f"got shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if heads % kv_heads != 0:
         raise ValueError(
@@ -76,7 +79,9 @@ def check_layout(
         if not causal:
             raise ValueError(f"window: expected causal=True beside window={window}, got causal=False; pass causal=True")
     if cu_seqlens is None and cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k: expected cu_seqlens beside it, got cu_seqlens=None; pass the query boundaries too")
+        raise ValueError(
+            "cu_seqlens_k: expected cu_seqlens beside it, got cu_seqlens=None; pass the query boundaries too"
+        )
     if cu_seqlens is None:
         return Visibility(q.shape[1], k.shape[1], bool(causal), window)
     if cu_seqlens_k is None:
@@ -99,13 +104,17 @@ def check_layout(
 def _check_boundaries(name: str, cu_seqlens: Tensor, x: Tensor, length_name: str) -> None:
     """Type, shape and device; on the CPU, outside torch.compile, the values too."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{name}: expected an int32 tensor, got {type(cu_seqlens).__name__}; use torch.tensor(..., dtype=torch.int32)")
+        raise TypeError(
+            f"{name}: expected an int32 tensor, got {type(cu_seqlens).__name__}; use torch.tensor(..., dtype=torch.int32)"
+        )
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"{name}: expected int32, got {cu_seqlens.dtype}; cast with .to(torch.int32)")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name}: expected shape [N+1] for N >= 1 sequences, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:
-        raise ValueError(f"{name}: expected device {x.device} as q, got {cu_seqlens.device}; move it with .to(q.device)")
+        raise ValueError(
+            f"{name}: expected device {x.device} as q, got {cu_seqlens.device}; move it with .to(q.device)"
+        )
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     values, length = cu_seqlens.tolist(), x.shape[1]

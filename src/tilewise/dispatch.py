@@ -28,7 +28,9 @@ ALL_FLOATS = (*HALF_AND_SINGLE, torch.float64)
 class Row:
     """One implementation of a pair."""
 
-    launcher: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, *, visibility, scale, sink, deterministic, ...) -> (out, lse)
+    launcher: Callable[
+        ..., tuple[Tensor, Tensor]
+    ]  # (q, k, v, *, visibility, scale, sink, deterministic, ...) -> (out, lse)
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...]  # ("any",): every device type
     largest_head_dim: int | None = None  # of d_k and d_v; None: any

@@ -27,12 +27,12 @@ class Selection:
     ids: Tensor
     block_q: int
     block_k: int
-    visibility: Visibility | None = None  # of the call it was made for; lets density, to_mask and transpose go without arguments
+    visibility: Visibility | None = (
+        None  # of the call it was made for; lets density, to_mask and transpose go without arguments
+    )
 
     @classmethod
-    def from_blocks(
-        cls, ids: Tensor, *, block_q: int, block_k: int, visibility: Visibility | None = None
-    ) -> Selection:
+    def from_blocks(cls, ids: Tensor, *, block_q: int, block_k: int, visibility: Visibility | None = None) -> Selection:
         """Make a selection from block ids, int `[B, n_q_tiles, H_sel, n]`, padded with -1.
 
         Raises:
@@ -57,7 +57,7 @@ class Selection:
 
     @property
     def kind(self) -> str:
-        """"block" or "token": the granularity that dispatch looks up."""
+        """ "block" or "token": the granularity that dispatch looks up."""
         return "token" if self.block_k == 1 else "block"
 
     def bound_to(self, visibility: Visibility) -> Selection:
@@ -106,6 +106,8 @@ class Selection:
         first, end = visibility.key_range(device)
         rows, keys = self.tables()
         batch, _, heads, n = self.ids.shape
+        if keys.count == 0:
+            return torch.ones((), dtype=torch.float64, device=device)
         ids = self.ids.long()
         selected = torch.zeros((), dtype=torch.float64, device=device)
         tile = rows.of_token
@@ -138,7 +140,8 @@ class Selection:
         ids = self.ids.long().permute(0, 2, 1, 3)  # [B, H_sel, n_q_tiles, n]
         block = keys.offset[sequence][None, None, :, None] + ids
         limit = keys.offset[sequence + 1][None, None, :, None]
-        valid = (ids >= 0) & (block < limit) & (tile < rows.count)[None, None, :, None]
+        # past the last tile of the last sequence a list means nothing, whatever it holds
+        valid = (ids >= 0) & (block < limit) & (tile < rows.offset[-1])[None, None, :, None]
         lists = batch * heads
         base = torch.arange(lists, device=device).view(batch, heads, 1, 1) * keys.count
         # one surplus bucket at the end takes the invalid entries
@@ -176,12 +179,16 @@ class Selection:
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
         if bool(twice.any()):
             where = [int(x) for x in twice.nonzero()[0]]
-            raise ValueError(f"ids: expected each block once in a list, got {int(ordered[tuple(where)])} twice at {where[:3]}")
+            raise ValueError(
+                f"ids: expected each block once in a list, got {int(ordered[tuple(where)])} twice at {where[:3]}"
+            )
         return self
 
     def _visibility(self, what: str) -> Visibility:
         if self.visibility is None:
-            raise ValueError(f"visibility: {what} needs the call's lengths; use selection.bound_to(Visibility(T_q, T_k, ...))")
+            raise ValueError(
+                f"visibility: {what} needs the call's lengths; use selection.bound_to(Visibility(T_q, T_k, ...))"
+            )
         return self.visibility
 
 

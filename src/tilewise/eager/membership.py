@@ -10,6 +10,11 @@ from torch import Tensor
 from tilewise.selection import Selection
 
 
+def readable(x: Tensor) -> bool:
+    """Whether reading a value is free. Elsewhere than on the CPU it would make the host wait for the device."""
+    return x.device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class Membership:
     """Block lists for the rows of a walk. A pair (row, key) counts if the key's block is in the list of the row's tile.
@@ -36,7 +41,7 @@ class Membership:
             place of each row's tile in it.
         """
         row_tile = self.row_tile[begin:stop]
-        if row_tile.device.type == "cpu":
+        if readable(row_tile):
             tiles, place = torch.unique_consecutive(row_tile, return_inverse=True)
         else:
             # one entry per row: counting the distinct tiles would synchronise with the device

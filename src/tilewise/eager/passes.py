@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.eager.membership import Membership
+from tilewise.eager.membership import Membership, readable
 from tilewise.eager.plan import KeyTile, key_tiles, row_chunks, unseen_keys
 
 NEGATIVE_INFINITY = float("-inf")
@@ -97,7 +97,7 @@ def backward(
         rows = chunk.stop - chunk.begin
         row_lse = to_rows(lse[:, part, :, None], kv_heads)
         dead = row_lse == NEGATIVE_INFINITY  # [N, G * R, 1]
-        any_dead = dead.device.type != "cpu" or bool(dead.any())
+        any_dead = not readable(dead) or bool(dead.any())
         # whatever a dead row holds, padding or NaN, stops here
         query = (to_rows(q[:, part], kv_heads) * scale).masked_fill_(dead, 0.0)
         doutput = to_rows(dout[:, part], kv_heads).masked_fill(dead, 0.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.eager.membership import Membership, hidden_pairs
+from tilewise.eager.membership import Membership, hidden_pairs, readable
 
 # logits held at once, all heads of one tile: 4 MiB in fp32, about the cache that a CPU core shares
 TILE_ELEMENTS = 1 << 20
@@ -50,7 +50,7 @@ def row_chunks(first: Tensor, end: Tensor, keys: int, batch_heads: int, listed: 
     step = min(MOST_ROWS, max(LEAST_ROWS, TILE_ELEMENTS // max(1, batch_heads * width)))
     for begin in range(0, rows, step):
         stop = min(begin + step, rows)
-        if first.device.type != "cpu":
+        if not readable(first):
             yield Chunk(begin, stop, 0, keys, 0, 0)
             continue
         part_first, part_end = first[begin:stop], end[begin:stop]
@@ -70,7 +70,7 @@ def key_tiles(
     bits = place = needed = None
     if membership is not None and chunk.low < chunk.high:
         bits, place = membership.of_rows(chunk.begin, chunk.stop)
-        if first.device.type == "cpu":
+        if readable(first):
             needed = bits.flatten(0, 2).any(0)  # [blocks]
     for begin in range(chunk.low, chunk.high, width):
         stop = min(begin + width, chunk.high)
@@ -95,6 +95,6 @@ def unseen_keys(first: Tensor, end: Tensor, keys: int) -> Tensor | None:
     steps.scatter_add_(0, first.clamp(0, keys), live.long())
     steps.scatter_add_(0, end.clamp(0, keys), -live.long())
     unseen = steps.cumsum(0)[:keys] == 0
-    if unseen.device.type == "cpu" and not bool(unseen.any()):
+    if readable(unseen) and not bool(unseen.any()):
         return None
     return unseen
