@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 
 from tilewise.kernels.triton import dense_backward, dense_forward
 from tilewise.kernels.triton.config import DenseTiles, Tiles
+from tilewise.kernels.triton.launch import WIDEST_LOAD
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TRITON_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -55,8 +57,8 @@ def compile_dense(
     block_dk, block_dv = (max(16, triton.next_power_of_2(d)) for d in (d_k, d_v))
     constants = dict(
         H_Q=16, G=group, D_K=d_k, D_V=d_v, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        UNIT=16 if d_k % 16 == d_v % 16 == 0 else 1, CAUSAL=causal, WINDOW=window, PACKED=packed, SINK=sink,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK=dense_backward.PREPARE_ROWS,
+        UNIT=math.gcd(WIDEST_LOAD, d_k, d_v), CAUSAL=causal, WINDOW=window, PACKED=packed, SINK=sink,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32", BLOCK=dense_backward.prepare_rows(block_dv),
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: _signature(name, TRITON_DTYPE[dtype]) for name in kernel.arg_names if name not in constants}
@@ -73,7 +75,7 @@ def compile_dense(
 
 def tiles_of(which: str, tiles: DenseTiles) -> Tiles:
     """The tiles that a kernel is launched with; the prepare kernel has one fixed shape."""
-    return getattr(tiles, which) if which != "prepare" else Tiles(dense_backward.PREPARE_ROWS, 0, 4, 3)
+    return getattr(tiles, which) if which != "prepare" else Tiles(0, 0, 4, 3)
 
 
 def _signature(name: str, dtype: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from aot.compiled import compile_dense, tiles_of
 
-from tilewise.kernels.triton.config import PORTABLE, SM90, SHARED_MEMORY_LIMIT
+from tilewise.kernels.triton.config import SHARED_MEMORY_LIMIT, choose_tiles
 
 pytestmark = pytest.mark.aot
 
@@ -20,9 +20,7 @@ FLAGS = {
 
 
 def _check(which: str, arch: int, dtype: torch.dtype, d_k: int, d_v: int, flags: str) -> None:
-    table = SM90 if arch == 90 else PORTABLE
-    causal = FLAGS[flags].get("causal", False)
-    tiles = tiles_of(which, table[dtype.itemsize, max(64, 1 << (max(d_k, d_v) - 1).bit_length()), causal])
+    tiles = tiles_of(which, choose_tiles(dtype, d_k, d_v, FLAGS[flags].get("causal", False), hopper=arch == 90))
     report = compile_dense(which, arch, dtype, d_k, d_v, tiles, **({"causal": False} | FLAGS[flags]))
     print(report)
     assert report.spill_loads == report.spill_stores == 0, str(report)
@@ -47,14 +45,19 @@ def test_dense_fp32_compiles_without_spills(arch: int, which: str, d_k: int, d_v
     _check(which, arch, torch.float32, d_k, d_v, "everything")
 
 
+@pytest.mark.parametrize("d_k, d_v", [(96, 80), (80, 96), (40, 40), (20, 40)], ids=lambda d: str(d))
 @pytest.mark.parametrize("which", KERNELS)
-def test_dense_fp16_and_odd_head_dims_compile(which: str) -> None:
+def test_padded_head_dims_compile_without_spills(which: str, d_k: int, d_v: int) -> None:
+    _check(which, 90, torch.bfloat16, d_k, d_v, "causal")
+
+
+@pytest.mark.parametrize("which", KERNELS)
+def test_dense_fp16_compiles_without_spills(which: str) -> None:
     _check(which, 90, torch.float16, 128, 128, "causal")
-    _check(which, 90, torch.bfloat16, 96, 80, "causal")
-    _check(which, 90, torch.bfloat16, 20, 40, "full")
 
 
 def test_hopper_kernels_use_warpgroup_products() -> None:
+    tiles = choose_tiles(torch.bfloat16, 128, 128, True, hopper=True)
     for which in KERNELS[:3]:
-        tiles = tiles_of(which, SM90[2, 128, True])
-        assert compile_dense(which, 90, torch.bfloat16, 128, 128, tiles, causal=True).warpgroup_products > 0
+        report = compile_dense(which, 90, torch.bfloat16, 128, 128, tiles_of(which, tiles), causal=True)
+        assert report.warpgroup_products > 0, str(report)

@@ -49,7 +49,7 @@ def backward(
 
 
 def _tiles(call: Call, q: Tensor):
-    return dense_tiles(q.dtype, call.block_dk, call.block_dv, call.causal, q.device)
+    return dense_tiles(q.dtype, call.d_k, call.d_v, call.causal, q.device)
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tilewise.kernels.triton.tiles import (
     tile_start,
 )
 
-PREPARE_ROWS = 64
+PREPARE_ELEMENTS = 8192  # of out and of dout, held by one program
 
 
 @triton.jit(do_not_specialize=["stride_gb", "stride_gt", "stride_gh", "rows", "T_q"])
@@ -305,6 +305,11 @@ def key_gradient_kernel(
     )
 
 
+def prepare_rows(block_dv: int) -> int:
+    """Rows per program of the prepare kernel, a power of two."""
+    return min(128, PREPARE_ELEMENTS // block_dv)
+
+
 def launch_dense_backward(
     call: Call, dout, dlse, q, k, v, sink, out, lse, tile_configs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -332,10 +337,11 @@ def launch_dense_backward(
         PRECISION=call.precision,
     )  # fmt: skip
     with device_of(q):
-        prepare_kernel[(triton.cdiv(rows, PREPARE_ROWS),)](
+        block = prepare_rows(call.block_dv)
+        prepare_kernel[(triton.cdiv(rows, block),)](
             out, dout, lse, dlse, sink if sink is not None else lse, lse2, delta, weight, dsink_rows,
             *strides_in_units(dout, unit), rows, call.query_length,
-            H_Q=call.query_heads, D_V=call.d_v, BLOCK_DV=call.block_dv, BLOCK=PREPARE_ROWS, UNIT=unit,
+            H_Q=call.query_heads, D_V=call.d_v, BLOCK_DV=call.block_dv, BLOCK=block, UNIT=unit,
             SINK=sink is not None,
         )  # fmt: skip
         tiles = tile_configs.query_gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
 SMALLEST_DOT = 16  # tl.dot needs 16 in every dimension
+WIDEST_LOAD = 8  # elements
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Call:
 
     @property
     def block_dk(self) -> int:
-        return max(SMALLEST_DOT, triton.next_power_of_2(self.d_k))
+        return padded_head_dim(self.d_k)
 
     @property
     def block_dv(self) -> int:
-        return max(SMALLEST_DOT, triton.next_power_of_2(self.d_v))
+        return padded_head_dim(self.d_v)
 
     def packing(self, block: int, side: str) -> Packing:
         """Cut the query or the key side into tiles of `block` rows that restart at each sequence."""
@@ -70,6 +72,11 @@ class Call:
         blocks = (boundaries[1:] - boundaries[:-1] + block - 1) // block
         tile_offset = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
         return Packing(length // block + sequences, sequences, self.cu_q, self.cu_k, tile_offset)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """What a kernel works on: the next power of two, at least 16."""
+    return max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
 
 
 def describe_call(
@@ -94,9 +101,11 @@ def _with_tail(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def alignment_unit(*tensors: Tensor) -> int:
-    """16 if every stride is a multiple of 16 elements, else 1: strides are passed in this unit, as hint of alignment."""
-    aligned = all(stride % 16 == 0 for tensor in tensors for stride in tensor.stride()[:3])
-    return 16 if aligned else 1
+    """Largest of 8, 4, 2, 1 elements that divides every stride: strides are passed in this unit, as a hint of alignment.
+
+    8 elements of two bytes are the 16 bytes of the widest load.
+    """
+    return math.gcd(WIDEST_LOAD, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
 def strides_in_units(tensor: Tensor, unit: int) -> tuple[int, int, int]:

@@ -5,8 +5,8 @@ Symbols in every kernel file of this folder:
     D_K, D_V            head dims; BLOCK_DK, BLOCK_DV the same rounded up to a power of two
     BLOCK_M, BLOCK_N    query rows and keys per tile
     T_q, T_k            tokens of the call; query_length, key_length those of one sequence
-    stride_qb/qt/qh     strides of q in batch, token, head, in units of UNIT elements (UNIT is 16 when all divide, so that
-                        the compiler knows rows are aligned, and no stride or length is ever specialised on)
+    stride_qb/qt/qh     strides of q in batch, token, head, in units of UNIT elements (8 when it divides all of them): so
+                        the compiler knows how rows are aligned, and no stride or length is ever specialised on
 Positions are local to the sequence; a query row t stands at position t + key_length - query_length.
 """
 
