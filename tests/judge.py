@@ -129,7 +129,9 @@ def judge(case: Case, dtype: torch.dtype, device: str, attention, seed: int = 0)
         error, peer_error = relative_error(mine, truth), relative_error(theirs, truth)
         amplification = float(sizes[name] / truth.norm().clamp(min=1e-30)) if name in sizes else 1.0
         limit = kernel_error_limit(peer_error, torch.float32 if name in ("lse", "dsink") else dtype, amplification)
-        print(f"{case.name:>24} {str(dtype)[6:]:>8} {name:>5}: error {error:.2e}, eager {peer_error:.2e}, limit {limit:.2e}")
+        print(
+            f"{case.name:>24} {str(dtype)[6:]:>8} {name:>5}: error {error:.2e}, eager {peer_error:.2e}, limit {limit:.2e}"
+        )
         if not error <= limit:
             failures.append(f"{name}: error {error:.2e} over the limit {limit:.2e} (eager {peer_error:.2e})")
     assert not failures, f"{case.name} {dtype}: " + "; ".join(failures)

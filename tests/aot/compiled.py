@@ -68,7 +68,9 @@ def compile_dense(
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    flags = "".join(f" {name}" for name, on in dict(causal=causal, window=window, packed=packed, sink=sink).items() if on)
+    flags = "".join(
+        f" {name}" for name, on in dict(causal=causal, window=window, packed=packed, sink=sink).items() if on
+    )
     shape = f"{tiles.block_m}x{tiles.block_n} warps {tiles.warps} stages {tiles.stages}"
     return _read(compiled, f"{which} sm_{arch} {TRITON_DTYPE[dtype]} d {d_k}/{d_v}{flags} {shape}")
 

@@ -102,6 +102,14 @@ def dense_attention(
         # the kernels take the row maximum before the scale, which needs scale >= 0
         q, scale = -q, -scale
     out, lse = torch.ops.tilewise.dense_forward(
-        q, k, v, visibility.cu_seqlens_q, visibility.cu_seqlens_k, sink, visibility.causal, visibility.window or 0, scale
+        q,
+        k,
+        v,
+        visibility.cu_seqlens_q,
+        visibility.cu_seqlens_k,
+        sink,
+        visibility.causal,
+        visibility.window or 0,
+        scale,
     )
     return out, lse.transpose(1, 2)

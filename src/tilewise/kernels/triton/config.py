@@ -50,7 +50,8 @@ SM90: Table = SINGLE_PRECISION | {
 }
 # columns past the head dim are masked, which takes registers
 SM90_PADDED: Table = SM90 | {
-    (2, 64, causal): DenseTiles(Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 3)) for causal in (False, True)
+    (2, 64, causal): DenseTiles(Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 3))
+    for causal in (False, True)
 }
 # every other card: within 99 KiB of shared memory, the least that those since Ampere give a block
 PORTABLE: Table = SINGLE_PRECISION | {

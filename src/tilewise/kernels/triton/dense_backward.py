@@ -178,9 +178,11 @@ def _keep_apart(PRECISION: tl.constexpr):
 @triton.jit
 def _add_key_gradient(
     dkey, dvalue, key, value, q_base, g_base, lse2_ptr, delta_ptr, weight_ptr, statistic,
-    stride_qt, stride_gt, stride_qh, stride_gh, T_q, begin, left, full_begin, full_end, steps, row_low, row_high, key_index, key_end, offset, window, scale_log2,
+    stride_qt, stride_gt, stride_qh, stride_gh, T_q, begin, left, full_begin, full_end, steps,
+    row_low, row_high, key_index, key_end, offset, window, scale_log2,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    G: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # one loop over the query tiles of all G heads: a nested one would drain the pipeline at each head
     for index in tl.range(0, steps * G):

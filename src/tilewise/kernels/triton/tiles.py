@@ -123,7 +123,9 @@ def tile_start(step, begin, left, full_begin, full_end, BLOCK: tl.constexpr, MAS
 
 
 @triton.jit
-def load_rows(base, stride, start, low, high, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(
+    base, stride, start, low, high, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
     """Load `[BLOCK, BLOCK_D]` rows start.. ; with MASKED those outside [low, high) are zero, and none of them is read."""
     index = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
