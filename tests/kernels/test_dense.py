@@ -132,6 +132,30 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.tilewise.dense_backward.default, backward)
 
 
+def test_second_derivatives_raise() -> None:
+    tensors = CASES[0].inputs(torch.float32, "cpu")
+    out, _ = _attend(CASES[0], tensors)
+    (gradient,) = torch.autograd.grad(out.square().sum(), tensors["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="got a second one"):
+        torch.autograd.grad(gradient.sum(), tensors["q"])
+
+
+def test_compile_without_a_graph_break() -> None:
+    import tilewise
+
+    def step(q, k, v, sink):
+        return tilewise.attend(q, k, v, causal=True, sink=sink, return_lse=True, impl="triton")
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    tensors = CASES[2].inputs(torch.float32, "cpu")
+    leaves = [tensors[n] for n in ("q", "k", "v", "sink")]
+    results = []
+    for function in (compiled, step):
+        out, lse = function(*leaves)
+        results.append([out, lse, *torch.autograd.grad([out, lse], leaves, [tensors["dout"], tensors["dlse"]])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.kernels.triton import dense
 
