@@ -42,14 +42,15 @@ ALLOWED = {
     "capture": {"layout", "capture_hooks"},
     "capture_hooks": {"layout"},
     "integrations": PUBLIC_PATHS,
-    "cli": PUBLIC_PATHS,
+    "cli": {"commands"},
+    "commands": PUBLIC_PATHS | {"dispatch"},
 }
 # packages beside the standard library and torch, and the files or folders that may import them as they load
 OPTIONAL_PACKAGES = {
     "numpy": set(),
     "triton": {"kernels/triton", "kernels/hopper"},
-    "rich": {"cli", "diagnose/report"},
-    "typer": {"cli"},
+    "rich": {"commands"},
+    "typer": {"commands"},
     "matplotlib": set(),
     "safetensors": set(),
     "transformers": set(),
@@ -76,12 +77,13 @@ def module_of(path: Path) -> list[str]:
 
 
 def imports(path: Path, tree: ast.AST) -> list[tuple[str, bool]]:
-    """Every module that a file imports, in full, and whether it does so inside a function."""
+    """Every module that a file imports, in full, and whether only later than it loads (in a function, for types)."""
     found = []
 
     def visit(node: ast.AST, inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            lazily = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            lazily = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            lazily = lazily or (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING")
             if isinstance(child, ast.Import):
                 found.extend((alias.name, lazily) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):

@@ -1,0 +1,1 @@
+"""Measurements of tilewise and its peers: `python -m benchmarks.run OP`."""

@@ -1,0 +1,71 @@
+"""Measure an operation on this machine's GPU and append the results as JSON lines.
+
+    python -m benchmarks.run dense [--quick] [--batch N] [--out FILE] [--seed N]
+
+Nothing is written for a shape at which the results of this project fail the correctness check. Without git, the commit is
+taken from the variable TILEWISE_COMMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import results, tables
+from benchmarks.measure import CheckFailed, Measurement, measure_case, measure_floors, quiet
+from benchmarks.registry import OPERATIONS, Case, Operation
+
+Measure = Callable[[Operation, Case, int], list[Measurement]]
+
+
+def run_cases(operation: Operation, cases: Sequence[Case], run: results.Run, out: Path, measure: Measure) -> int:
+    """Measure cases, print each as it comes, and append those that passed the check; the number that failed."""
+    failed = 0
+    for case in cases:
+        start = time.monotonic()
+        print(f"{case}", flush=True)
+        try:
+            found = measure(operation, case, run.seed)
+        except CheckFailed as failure:
+            failed += 1
+            print(f"  NOT WRITTEN, the correctness check failed: {failure}", flush=True)
+            continue
+        lines = [results.line(operation, case, measurement, run) for measurement in found]
+        results.append(out, lines)
+        print(tables.terminal_table(lines, operation.ours[0]))
+        print(f"  {time.monotonic() - start:.1f} s", flush=True)
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; the exit status is 0 only if every shape passed its check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", choices=sorted(OPERATIONS))
+    parser.add_argument("--quick", action="store_true", help="the long length only")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/OP.jsonl")
+    parser.add_argument("--seed", type=int, default=0)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    if options.batch < 1:
+        parser.error(f"--batch: expected at least 1, got {options.batch}")
+    if not torch.cuda.is_available():
+        print("benchmarks need a CUDA device, and torch finds none here", file=sys.stderr)
+        return 2
+    quiet()
+    operation = OPERATIONS[options.op]
+    run = results.Run.here(measure_floors(), options.seed, " ".join(["python -m benchmarks.run", *given]))
+    rates = f"bf16 product {run.floors.matmul_tflops:.0f} TFLOP/s, copy {run.floors.copy_tb_s:.2f} TB/s"
+    print(f"{run.device}, torch {run.torch}, triton {run.triton}, commit {run.commit}; {rates}; run {run.run}")
+    out = options.out or results.FOLDER / f"{options.op}.jsonl"
+    failed = run_cases(operation, operation.cases(options.quick, options.batch), run, out, measure_case)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
