@@ -7,7 +7,7 @@ import torch
 from tolerances import DOUBLE, GRADCHECK, SINGLE, storage_limit
 
 from tilewise import Selection, attend, remainders, selectors
-from tilewise.eager import Membership, membership, passes, plan, walk
+from tilewise.eager import Membership, membership, passes, plan, split, walk
 from tilewise.layout import Visibility
 
 CU_Q = torch.tensor([0, 11, 11, 17, 31], dtype=torch.int32)
@@ -39,7 +39,7 @@ def small_tiles(monkeypatch):
 def small_tiles_both_ways(request, monkeypatch, small_tiles):
     """Also the way of devices other than the CPU: every tile visited, no value read."""
     if request.param == "reads nothing":
-        for module in (membership, plan, passes):
+        for module in (membership, plan, passes, split):
             monkeypatch.setattr(module, "readable", lambda x: False)
 
 
@@ -68,7 +68,7 @@ def compare(got, expected, tolerance=DOUBLE):
         torch.testing.assert_close(a.double(), b.double(), **tolerance)
 
 
-def split(call):
+def arguments_of(call):
     return call["shape"], {name: value for name, value in call.items() if name != "shape"}
 
 
@@ -76,7 +76,7 @@ def split(call):
 @calls
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 def test_dense_is_the_reference(call, heads):
-    shape, options = split(call)
+    shape, options = arguments_of(call)
     tensors = inputs(shape, heads)
     options["sink"] = torch.randn(heads[0], dtype=torch.float64, requires_grad=True)
     compare(results("eager", tensors, options), results("reference", tensors, options))
@@ -87,7 +87,7 @@ def test_dense_is_the_reference(call, heads):
 @pytest.mark.parametrize("remainder", [None, remainders.Drop(), remainders.Taylor(0)], ids=["none", "drop", "taylor0"])
 @pytest.mark.parametrize("list_heads", [1, 3, 6])
 def test_selected_blocks_are_the_reference(call, remainder, list_heads):
-    shape, options = split(call)
+    shape, options = arguments_of(call)
     tensors = inputs(shape)
     tiles = sum(-(-n // 3) for n in CU_Q.diff().tolist()) if "cu_seqlens" in options else -(-shape[1] // 3)
     generator = torch.Generator().manual_seed(2)
@@ -267,7 +267,7 @@ UNSEEN = {
 @pytest.mark.parametrize("impl", ["eager", "reference"])
 @pytest.mark.parametrize("selector", [None, selectors.Pooled(blocks=2, block_q=4, block_k=4)], ids=["dense", "pooled"])
 def test_tokens_that_no_row_sees_reach_nothing(call, hidden, impl, selector):
-    shape, options = split(call)
+    shape, options = arguments_of(call)
     options["selector"] = selector
     expected = results(impl, inputs(shape), options)
     tensors = inputs(shape)
@@ -339,6 +339,24 @@ def test_tiles_without_a_selected_block_are_left_out():
     assert visited(Visibility(8, 20), lists) == [[(5, 10, True)], [(15, 20, True)]]
 
 
+def test_heads_with_lists_of_their_own_are_walked_apart():
+    """A tile is visited only for the heads that selected it; the lists of all heads cover the call, one head's do not."""
+    q, k, _ = inputs((2, 29, 37))
+    row_tile, key_block = torch.arange(29) // 8, torch.arange(37) // 8
+    found = {}
+    for heads in (1, 3, 6):
+        ids = torch.arange(2 * 4 * heads).view(2, 4, heads, 1).int() % 5
+        lists = Membership(ids, row_tile, key_block, 5)
+        found[heads] = [(b.start, h.start, h.stop, g.start, g.stop) for b, h, g, _ in split.parts(q, k, lists)]
+        for b, h, _, own in split.parts(q, k, lists):
+            first = h.start * heads // 3
+            expected = ids[b, :, first : first + max(1, heads // 3)]
+            assert torch.equal(own.ids, expected)
+        assert split.parts(q, k, Membership(ids, row_tile, key_block, 5, complement=True)) is None
+    assert found[1] == [(0, 0, 3, 0, 6), (1, 0, 3, 0, 6)]
+    assert found[3] == found[6] == [(b, h, h + 1, 2 * h, 2 * h + 2) for b in range(2) for h in range(3)]
+
+
 def test_other_devices_read_no_value():
     """On the meta device there are no values: any read of one raises."""
     q, k, v = (x.detach().to("meta") for x in inputs((2, 29, 37)))
@@ -346,8 +364,8 @@ def test_other_devices_read_no_value():
     key_bias = torch.empty(2, 3, 37, device="meta")
     ids = torch.empty(2, 10, 3, 4, dtype=torch.int32, device="meta")
     lists = Membership(ids, torch.arange(29, device="meta") // 3, torch.arange(37, device="meta") // 4, 10)
-    out, lse = passes.forward(q, k, v, first, end, 0.5, key_bias, lists)
-    gradients = passes.backward(out, lse, q, k, v, out, lse, first, end, 0.5, key_bias, lists)
+    out, lse = split.forward(q, k, v, first, end, 0.5, key_bias, lists)
+    gradients = split.backward(out, lse, q, k, v, out, lse, first, end, 0.5, key_bias, lists)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape, key_bias.shape]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.eager import passes
+from tilewise.eager import passes, split
 from tilewise.eager.membership import Membership
 
 
@@ -26,7 +26,7 @@ def walk_forward(
 ) -> tuple[Tensor, Tensor]:
     """Out `[B, T_q, H_q, d_v]` and lse `[B, T_q, H_q]` in fp32 (fp64 for fp64 inputs); see `tilewise.eager.walk`."""
     lists = _membership(ids, row_tile, key_block, blocks, complement)
-    return passes.forward(q, k, v, first, end, scale, key_bias, lists)
+    return split.forward(q, k, v, first, end, scale, key_bias, lists)
 
 
 @walk_forward.register_fake
@@ -57,7 +57,7 @@ def walk_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and key_bias (empty without one)."""
     lists = _membership(ids, row_tile, key_block, blocks, complement)
-    return passes.backward(dout, dlse, q, k, v, out, lse, first, end, scale, key_bias, lists)
+    return split.backward(dout, dlse, q, k, v, out, lse, first, end, scale, key_bias, lists)
 
 
 @walk_backward.register_fake
