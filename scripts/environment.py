@@ -13,6 +13,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -63,6 +64,16 @@ def make_own(folder: Path, purpose: str) -> Path | None:
     return python if run(*install, without(constraints, ("triton",))) else None
 
 
+def see_packages_of_this_python(python: Path) -> None:
+    """Let an environment see what this interpreter sees: --system-site-packages skips a virtual environment's own."""
+    program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    target = Path(
+        subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    )
+    paths = sysconfig.get_paths()
+    (target / "packages_of_the_machine.pth").write_text("".join(f"{paths[name]}\n" for name in ("purelib", "platlib")))
+
+
 def make_beside_system(folder: Path, purpose: str) -> Path | str | None:
     """An environment over the machine's packages, or the machine's interpreter itself; None if something is missing."""
     needed, useful = NEEDED[purpose], USEFUL[purpose]
@@ -74,6 +85,7 @@ def make_beside_system(folder: Path, purpose: str) -> Path | str | None:
         return sys.executable
     python = folder / "bin" / "python"
     if python.exists() or run(sys.executable, "-m", "venv", "--system-site-packages", folder):
+        see_packages_of_this_python(python)
         constraints = without(ROOT / "constraints.txt", OF_THE_MACHINE)
         for group in (needed, useful):
             wanted = [name for name in missing(python, group) if name not in OF_THE_MACHINE]
