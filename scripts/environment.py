@@ -24,9 +24,9 @@ NEEDED = {
     "compare": ("torch", "numpy", "rich", "typer", "safetensors", "matplotlib"),
     "test": ("torch", "numpy", "rich", "typer", "safetensors", "matplotlib", "pytest", "pytest_timeout", "hypothesis"),
 }
-USEFUL = {"compare": (), "test": ("ruff", "pyright", "psutil", "triton", "transformers", "gguf", "accelerate")}
+USEFUL = {"compare": (), "test": ("ruff", "pyright", "psutil", "xdist", "triton", "transformers", "gguf", "accelerate")}
 OF_THE_MACHINE = ("torch", "triton", "numpy")
-REQUIREMENT = {"pytest_timeout": "pytest-timeout", "pyright": "pyright[nodejs]"}
+REQUIREMENT = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "pyright": "pyright[nodejs]"}
 
 
 def run(*command: object) -> bool:

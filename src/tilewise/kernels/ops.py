@@ -60,30 +60,56 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, causal, wind
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty((heads,), dtype=torch.float32)
 
 
-def _save(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, sink, causal, window, scale = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sink)
-    ctx.arguments = (causal, window, scale)
+class _DenseAttention(torch.autograd.Function):
+    """Autograd of `tilewise::dense_forward`.
+
+    Registered for the Autograd key rather than through register_autograd, which fills in defaults and wraps metadata in
+    Python on every call: twice the host time of the operator.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_q, cu_k, sink, causal, window, scale):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.tilewise.dense_forward(q, k, v, cu_q, cu_k, sink, causal, window, scale)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sink)
+        ctx.arguments = (causal, window, scale)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, cu_q, cu_k, sink = ctx.saved_tensors
+        dq, dk, dv, dsink = torch.ops.tilewise.dense_backward(
+            dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, *ctx.arguments
+        )
+        return dq, dk, dv, None, None, dsink if sink is not None else None, None, None, None
 
 
-def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k, sink = ctx.saved_tensors
-    dq, dk, dv, dsink = torch.ops.tilewise.dense_backward(
-        dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, *ctx.arguments
-    )
-    return dq, dk, dv, None, None, dsink if sink is not None else None, None, None, None
+class _OnceDifferentiable(torch.autograd.Function):
+    """Autograd of `tilewise::dense_backward`: it has none, and says so instead of returning constants."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tilewise.dense_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            "attend: expected one differentiation, got a second one through the Triton backward; "
+            "impl='reference' is differentiable twice"
+        )
 
 
-def _no_second_gradients(ctx, *gradients):
-    raise NotImplementedError(
-        "attend: expected one differentiation, got a second one through the Triton backward; "
-        "impl='reference' is differentiable twice"
-    )
+@torch.library.impl("tilewise::dense_forward", "Autograd")
+def _forward_autograd(*arguments):
+    return _DenseAttention.apply(*arguments)
 
 
-torch.library.register_autograd("tilewise::dense_forward", _gradients, setup_context=_save)
-torch.library.register_autograd("tilewise::dense_backward", _no_second_gradients)
+@torch.library.impl("tilewise::dense_backward", "Autograd")
+def _backward_autograd(*arguments):
+    if torch.is_grad_enabled():
+        return _OnceDifferentiable.apply(*arguments)
+    return _OnceDifferentiable.forward(None, *arguments)
 
 
 def dense_attention(
