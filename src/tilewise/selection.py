@@ -131,12 +131,13 @@ class Selection:
 
         A stable counting pass: the order of tiles in a list is fixed, so sums over it are repeatable.
         """
-        _, keys = self.tables()
-        rows, _ = self.tables()
+        rows, keys = self.tables()
         batch, n_tiles, heads, n = self.ids.shape
         device = self.ids.device
         tile = torch.arange(n_tiles, device=device)
-        sequence = rows.sequence[tile.clamp(max=max(rows.count - 1, 0))].clamp(max=keys.offset.shape[0] - 2)
+        # surplus tiles read the padding
+        sequence = torch.nn.functional.pad(rows.sequence, (0, 1))[tile.clamp(max=rows.count)]
+        sequence = sequence.clamp(max=keys.offset.shape[0] - 2)
         ids = self.ids.long().permute(0, 2, 1, 3)  # [B, H_sel, n_q_tiles, n]
         block = keys.offset[sequence][None, None, :, None] + ids
         limit = keys.offset[sequence + 1][None, None, :, None]

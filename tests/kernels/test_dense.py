@@ -95,6 +95,21 @@ def test_nan_in_a_key_reaches_only_rows_that_see_it() -> None:
     assert torch.isnan(out[:, 30:]).all()
 
 
+def test_nan_beside_dead_rows_leaves_them_dead() -> None:
+    # rows 0..3 see nothing, and share their tile with rows that see the bad token
+    case = Case("nan beside dead rows", 1, 23, 19, 2, 1, 16, 16, causal=True, sink=True)
+    for name in ("k", "v"):
+        tensors = case.inputs(torch.float32, "cpu")
+        with torch.no_grad():
+            tensors[name][:, 0] = float("nan")
+        out, lse = _attend(case, tensors)
+        dlse = torch.where(torch.isfinite(lse), tensors["dlse"], 0.0)
+        (dq,) = torch.autograd.grad([out, lse], tensors["q"], [tensors["dout"], dlse])
+        assert not out[:, :4].any()
+        assert (lse[:, :4] == float("-inf")).all()
+        assert not dq[:, :4].any()
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # numpy's; the infinity is meant: sigmoid(-181) is 0
 def test_sink_far_above_the_logits_keeps_the_lse_gradient() -> None:
     # exp(lse_tot - lse) would overflow here; w = sigmoid(lse - sink) does not

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewise import attend, remainders
 from tilewise.layout import Visibility
 from tilewise.selection import Selection
 from tilewise.selectors import Given, Oracle, Pooled, Selector, Window
@@ -309,3 +310,38 @@ def test_the_selector_in_the_documentation_works():
     k[0, 17, 1] = 100.0
     selection = names["LargestKey"](blocks=3, block_q=8, block_k=8).select(q, k, visibility, SCALE).check()
     assert selection.ids[0, 4, 1].tolist()[-1] == 4 and 2 in selection.ids[0, 4, 1].tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("queries, keys", [(0, 0), (0, 9), (7, 0), (1, 1)])
+@pytest.mark.parametrize(
+    "selector",
+    [
+        Pooled(blocks=2, block_q=4, block_k=2),
+        Oracle(density=0.5, block_q=4, block_k=2),
+        Window(3, block_q=4, block_k=2),
+    ],
+    ids=lambda selector: type(selector).__name__,
+)
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_empty_sides(selector, queries: int, keys: int, packed: bool, impl: str) -> None:
+    q = torch.randn(1, queries, 2, 8, requires_grad=True)
+    k, v = (torch.randn(1, keys, 1, 8, requires_grad=True) for _ in range(2))
+    # packed: the sequence with the keys has no queries, so that every row is dead
+    boundaries = {}
+    if packed:
+        boundaries["cu_seqlens"] = torch.tensor([0, 0, queries], dtype=torch.int32)
+        boundaries["cu_seqlens_k"] = torch.tensor([0, keys, keys], dtype=torch.int32)
+    out, lse = attend(
+        q, k, v, causal=True, selector=selector, remainder=remainders.Taylor(order=0), return_lse=True, impl=impl, **boundaries
+    )  # fmt: skip
+    assert out.shape == (1, queries, 2, 8)
+    if packed or keys == 0:
+        assert not out.any()
+        assert (lse == float("-inf")).all()
+    for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
+        assert torch.isfinite(gradient).all()
+    visibility = Visibility(queries, keys, True, None, *boundaries.values())
+    selection = selector.select(q.detach(), k.detach(), visibility, 0.3).check()
+    assert selection.transpose().offsets[0] == 0
+    assert 0 <= float(selection.density) <= 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.layout import Visibility
-from tilewise.reference.dense import NEGATIVE_INFINITY, clean, sequences, visible_pairs
+from tilewise.reference.dense import NEGATIVE_INFINITY, clean, connected_zero, sequences, visible_pairs
 from tilewise.selection import Selection
 
 
@@ -87,7 +87,8 @@ def attention(
             result = result * torch.sigmoid(row_lse - sink.to(dtype)[:, None])[..., None]
         out[:, rows] = result.masked_fill(dead[..., None], 0.0).transpose(1, 2)
         lse[:, rows] = row_lse.masked_fill(dead, NEGATIVE_INFINITY).transpose(1, 2)
-    return out.to(q.dtype), lse
+    zero = connected_zero(q, k, v, sink)
+    return (out + zero).to(q.dtype), lse + zero
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, *, remainder: object | None, **arguments: Any) -> tuple[Tensor, Tensor]:

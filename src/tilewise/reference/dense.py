@@ -57,7 +57,13 @@ def attention(
         weights = torch.exp(logits - total[..., None]).masked_fill(dead[..., None], 0.0)
         out[:, rows] = torch.einsum("bhij,bjhd->bihd", weights, value)
         lse[:, rows] = row_lse.masked_fill(dead, NEGATIVE_INFINITY).transpose(1, 2)
-    return out.to(q.dtype), lse
+    zero = connected_zero(q, k, v, sink)
+    return (out + zero).to(q.dtype), lse + zero
+
+
+def connected_zero(*tensors: Tensor | None) -> Tensor:
+    """A zero that depends on its arguments: where no row sees a key their gradients are 0, not missing."""
+    return torch.stack([x.flatten()[:0].sum() for x in tensors if x is not None]).sum()
 
 
 def sequences(visibility: Visibility) -> Iterator[tuple[slice, slice]]:

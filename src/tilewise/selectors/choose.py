@@ -39,7 +39,8 @@ def tile_table(visibility: Visibility, block_q: int, block_k: int, device: torch
     cu_q, cu_k = visibility.boundaries(device)
     rows = block_table(cu_q, visibility.query_length, block_q)
     keys = block_table(cu_k, visibility.key_length, block_k)
-    row_first, row_end = visibility.key_range(device)
+    # one more row, dead: a call without queries has something to index
+    row_first, row_end = (torch.nn.functional.pad(x, (0, 1)) for x in visibility.key_range(device))
     sequences = cu_q.shape[0] - 1
     sequence = rows.sequence.clamp(max=max(sequences - 1, 0))
     inside = rows.end > rows.start
@@ -78,7 +79,7 @@ def choose_blocks(
     tiles = tile_table(visibility, options.block_q, options.block_k, device)
     count, n = tiles.rows.count, options.slots(visibility)
     ids = torch.full((batch, count, kv_heads, n), -1, dtype=torch.int32, device=device)
-    if n == 0 or count == 0 or batch == 0:
+    if n == 0 or count == 0 or batch == 0 or visibility.query_length == 0:
         return Selection.from_blocks(ids, block_q=options.block_q, block_k=options.block_k, visibility=visibility)
     per_tile = max(batch * kv_heads * tiles.keys.count, score_elements_per_tile, 1)
     step = max(1, SCORE_ELEMENTS // per_tile)

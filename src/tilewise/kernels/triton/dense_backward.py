@@ -163,7 +163,7 @@ def query_gradient_kernel(
     dq_row = (batch * T_q + query_start + row) * H_Q + head
     tl.store(
         dq_ptr + dq_row[:, None] * D_K + column[None, :],
-        (dquery * scale).to(dq_ptr.dtype.element_ty),
+        tl.where((lse2 == float("inf"))[:, None], 0.0, dquery * scale).to(dq_ptr.dtype.element_ty),  # dead rows: 0
         mask=inside[:, None] & (column < D_K)[None, :],
     )
 

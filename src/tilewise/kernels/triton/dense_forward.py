@@ -124,7 +124,8 @@ def dense_forward_kernel(
     if SINK:
         sink = tl.load(sink_ptr + head)
         share = tl.where(dead, 0.0, share / (1.0 + tl.exp2((sink - lse) * 1.4426950408889634)))
-    out = accumulator * share[:, None]
+    # a choice, not a product: 0 * NaN from a value of the same tile must not reach a dead row
+    out = tl.where(dead[:, None], 0.0, accumulator * share[:, None])
 
     inside = row < query_length
     tl.store(lse_ptr + head_index.to(tl.int64) * T_q + query_start + row, lse, mask=inside)
