@@ -68,9 +68,11 @@ def check_layout(
     """Check window and cu_seqlens, and put together what each row sees. cu_seqlens alone serves both sides.
 
     Raises:
-        TypeError: window not an int, cu_seqlens not int32.
+        TypeError: causal not a bool, window not an int, cu_seqlens not int32.
         ValueError: anything else.
     """
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {type(causal).__name__}; convert with bool(...)")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
             raise TypeError(f"window: expected an int or None, got {type(window).__name__}")
@@ -83,7 +85,7 @@ def check_layout(
             "cu_seqlens_k: expected cu_seqlens beside it, got cu_seqlens=None; pass the query boundaries too"
         )
     if cu_seqlens is None:
-        return Visibility(q.shape[1], k.shape[1], bool(causal), window)
+        return Visibility(q.shape[1], k.shape[1], causal, window)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens
     if q.shape[0] != 1:
@@ -98,7 +100,7 @@ def check_layout(
             f"cu_seqlens_k: expected {cu_seqlens.shape[0] - 1} sequences as cu_seqlens, got {cu_seqlens_k.shape[0] - 1}; "
             "a sequence may have length 0 on either side"
         )
-    return Visibility(q.shape[1], k.shape[1], bool(causal), window, cu_seqlens, cu_seqlens_k)
+    return Visibility(q.shape[1], k.shape[1], causal, window, cu_seqlens, cu_seqlens_k)
 
 
 def _check_boundaries(name: str, cu_seqlens: Tensor, x: Tensor, length_name: str) -> None:

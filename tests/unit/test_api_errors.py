@@ -71,6 +71,8 @@ CASES = {
         ValueError,
         r"^q, k, v: expected .* one channel, got .*\(2, 11, 3, 0\)",
     ),
+    "causal type": (dict(causal=torch.tensor(True)), TypeError, r"^causal: expected True or False, got Tensor"),
+    "causal none": (dict(causal=None), TypeError, r"^causal: expected True or False, got NoneType"),
     "window 0": (dict(causal=True, window=0), ValueError, r"^window: expected at least 1 .* got 0"),
     "window -2": (dict(causal=True, window=-2), ValueError, r"^window: expected at least 1 .* got -2"),
     "window float": (dict(causal=True, window=2.0), TypeError, r"^window: expected an int or None, got float"),

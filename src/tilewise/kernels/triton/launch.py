@@ -86,6 +86,8 @@ def describe_call(
     """Gather a Call. `cu_q`, `cu_k`: cu_seqlens, int32 [N+1]; `window` 0 means none."""
     batch, query_length, query_heads, d_k = q.shape
     key_length, kv_heads, d_v = k.shape[1], v.shape[2], v.shape[3]
+    # a window of T_k keys hides nothing more; the kernels count in 32 bits
+    window = min(window, max(key_length, 1))
     return Call(
         batch, query_length, key_length, query_heads, kv_heads, d_k, d_v, causal, window or None, scale,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
