@@ -1,6 +1,6 @@
 """Dense attention, backward, without atomics: three kernels, each output element written by one program in a fixed order.
 
-    prepare        per row:  lse in base 2, delta = w rowsum(dO O) - dLSE, sink weight w, sink gradient of the row
+    prepare        per row:  lse in base 2, delta = w rowsum(dO O) - dLSE, sink weight w, sink gradient; zero dQ of dead rows
     query gradient per query tile, over its key tiles:    dQ += dS K
     key gradient   per key tile, over the G heads and their query tiles, transposed:  dV += P^T dO,  dK += dS^T Q
 
@@ -27,9 +27,10 @@ PREPARE_ELEMENTS = 8192  # of out and of dout, held by one program
 
 @triton.jit(do_not_specialize=["stride_gb", "stride_gt", "stride_gh", "rows", "T_q"])
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, lse2_ptr, delta_ptr, weight_ptr, dsink_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, lse2_ptr, delta_ptr, weight_ptr, dsink_ptr, dq_ptr,
     stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64, rows: tl.int64, T_q: tl.int32,
-    H_Q: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, SINK: tl.constexpr,
+    H_Q: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Rows are numbered as lse is stored, [B, H_Q, T_q]; out is [B, T_q, H_Q, D_V] contiguous, dout strided."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -57,6 +58,12 @@ def prepare_kernel(
     # +inf makes exp2(s - lse2) zero on dead rows, without a test in the inner loops
     tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse * 1.4426950408889634), mask=inside)
     tl.store(delta_ptr + row, tl.where(dead, 0.0, delta - dlse), mask=inside)
+    k_column = tl.arange(0, BLOCK_DK)
+    tl.store(
+        dq_ptr + out_row[:, None] * D_K + k_column[None, :],
+        tl.zeros([BLOCK, BLOCK_DK], dq_ptr.dtype.element_ty),
+        mask=(inside & dead)[:, None] & (k_column < D_K)[None, :],
+    )
 
 
 @triton.jit
@@ -136,7 +143,8 @@ def query_gradient_kernel(
     if WINDOW:
         row_first = row + offset - window + 1
         key_low = offset - window + 1
-    inside = row < query_length
+    # rows that see nothing are not touched: the prepare kernel wrote their zeros, and 0 * NaN must not reach them
+    inside = (row < query_length) & (row >= row_low)
     query = load_rows(q_base, stride_qt, row_start, row_low, query_length, BLOCK_M, D_K, BLOCK_DK, True)
     dout = load_rows(g_base, stride_gt, row_start, row_low, query_length, BLOCK_M, D_V, BLOCK_DV, True)
     statistic = head_index.to(tl.int64) * T_q + query_start + row
@@ -163,7 +171,7 @@ def query_gradient_kernel(
     dq_row = (batch * T_q + query_start + row) * H_Q + head
     tl.store(
         dq_ptr + dq_row[:, None] * D_K + column[None, :],
-        tl.where((lse2 == float("inf"))[:, None], 0.0, dquery * scale).to(dq_ptr.dtype.element_ty),  # dead rows: 0
+        (dquery * scale).to(dq_ptr.dtype.element_ty),
         mask=inside[:, None] & (column < D_K)[None, :],
     )
 
@@ -341,9 +349,10 @@ def launch_dense_backward(
     with device_of(q):
         block = prepare_rows(call.block_dv)
         prepare_kernel[(triton.cdiv(rows, block),)](
-            out, dout, lse, dlse, sink if sink is not None else lse, lse2, delta, weight, dsink_rows,
+            out, dout, lse, dlse, sink if sink is not None else lse, lse2, delta, weight, dsink_rows, dq,
             *strides_in_units(dout, unit), rows, call.query_length,
-            H_Q=call.query_heads, D_V=call.d_v, BLOCK_DV=call.block_dv, BLOCK=block, UNIT=unit,
+            H_Q=call.query_heads, D_K=call.d_k, D_V=call.d_v, BLOCK_DK=call.block_dk, BLOCK_DV=call.block_dv, BLOCK=block,
+            UNIT=unit,
             SINK=sink is not None,
         )  # fmt: skip
         tiles = tile_configs.query_gradient
