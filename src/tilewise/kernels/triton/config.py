@@ -58,7 +58,7 @@ PORTABLE: Table = SINGLE_PRECISION | {
     (size, dim, causal): tiles
     for causal in (False, True)
     for (size, dim), tiles in {
-        (2, 64): DenseTiles(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+        (2, 64): DenseTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2)),
         (2, 128): DenseTiles(Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2)),
         (2, 256): DenseTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
         (4, 256): DenseTiles(Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1)),
