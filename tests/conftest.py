@@ -19,6 +19,8 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("fixed")
 
 POISONED_FOLDERS = ("kernels", "gpu")
+# what these print is a result (registers and spills, errors beside eager's, memory), and is shown when they pass too
+REPORTING_TESTS = ("tests/aot/", "tests/kernels/", "tests/gpu/", "tests/unit/test_memory.py")
 FACTORIES = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -62,7 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count skips by reason, so that a test that never runs is seen."""
+    """Show what the reporting tests measured, and count skips by reason, so that a test that never runs is seen."""
+    for report in terminalreporter.stats.get("passed", []):
+        if report.when == "call" and report.nodeid.startswith(REPORTING_TESTS) and report.capstdout:
+            terminalreporter.write(report.capstdout)
     counts = collections.Counter()
     for report in terminalreporter.stats.get("skipped", []):
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

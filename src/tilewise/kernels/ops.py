@@ -17,8 +17,6 @@ BACKWARD_SCHEMA = (
     "(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k,"
     " Tensor? sink, bool causal, int window, float scale) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD_DIM = 256
 
 
 def interpreted() -> bool:

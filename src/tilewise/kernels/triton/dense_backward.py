@@ -352,8 +352,7 @@ def launch_dense_backward(
             out, dout, lse, dlse, sink if sink is not None else lse, lse2, delta, weight, dsink_rows, dq,
             *strides_in_units(dout, unit), rows, call.query_length,
             H_Q=call.query_heads, D_K=call.d_k, D_V=call.d_v, BLOCK_DK=call.block_dk, BLOCK_DV=call.block_dv, BLOCK=block,
-            UNIT=unit,
-            SINK=sink is not None,
+            UNIT=unit, SINK=sink is not None,
         )  # fmt: skip
         tiles = tile_configs.query_gradient
         packing = call.packing(tiles.block_m, side="query")

@@ -10,6 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewise.layout import safe_boundaries
+
 INTERPRETED = triton.knobs.runtime.interpret
 SMALLEST_DOT = 16  # tl.dot needs 16 in every dimension
 WIDEST_LOAD = 8  # elements
@@ -99,7 +101,7 @@ def describe_call(
 
 def _with_tail(cu_seqlens: Tensor, length: int) -> Tensor:
     """int64 boundaries in [0, length] that never fall, ending with `length`: a bad list on a GPU reads nothing outside."""
-    boundaries = cu_seqlens.to(torch.int64).clamp(0, length).cummax(0).values
+    boundaries = safe_boundaries(cu_seqlens, length)
     return torch.cat([boundaries, boundaries.new_full((1,), length)])
 
 
