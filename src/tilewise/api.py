@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, overload
 
 import torch
@@ -120,15 +121,17 @@ def attend(
     checks.check_sink(sink, q)
     checks.check_axes(selector, remainder)
     head_dims = (q.shape[3], v.shape[3])
+    request = dispatch.Request(q.dtype, q.device, head_dims, k.shape[2], scale)
     if selector is None:
-        launch = dispatch.lookup(impl, "all", "none", q.dtype, q.device, head_dims)
+        launch = dispatch.lookup(impl, "all", "none", request)
         out, lse = launch(q, k, v, visibility=visibility, scale=scale, sink=sink, deterministic=deterministic)
         return (out, lse) if return_lse else out
     with torch.no_grad():
         selection = selector.select(q.detach(), k.detach(), visibility, scale)
     remainder_kind = "drop" if remainder is None else remainder.card.name
     # the selection, not the selector, knows its granularity: ready lists may be either
-    launch = dispatch.lookup(impl, selection.kind, remainder_kind, q.dtype, q.device, head_dims)
+    request = dataclasses.replace(request, selection=selection)
+    launch = dispatch.lookup(impl, selection.kind, remainder_kind, request)
     out, lse = launch(
         q,
         k,
