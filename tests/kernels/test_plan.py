@@ -149,7 +149,9 @@ def test_packed_plan_of_many_sequences() -> None:
 def test_packed_plan_past_the_largest_that_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     # more sequences than one block of the kernel, so that its sums run on from block to block
     monkeypatch.setattr(plans, "LARGEST_SORTED", 8)
-    layout = random_layout(random.Random(1), 1500)
+    rising = [index // 4 for index in range(1500)]
+    rising[1024] = 0  # and a boundary that falls where a block begins
+    layout = Layout("many", 390, 390, causal=True, cu_q=tuple(rising), cu_k=tuple(rising))
     check_plan(layout, 64, False, 64, ordered=False)
     check_plan(layout, 64, True, 64, ordered=False)
 
@@ -239,6 +241,14 @@ def test_lists_of_every_length(n: int) -> None:
     layout = Layout("long", 130, 2500, causal=True, window=1700)
     check_lists(layout, make_ids(1, 2, 3, n, 40, "any"), 64)
     check_lists(layout, make_ids(1, 2, 1, n, 40, "rising"), 128)
+
+
+@pytest.mark.parametrize("window", [0, 1, 63, 64, 65, 127, 128, 129, 192])
+def test_lists_where_a_block_just_is_or_is_not_seen(window: int) -> None:
+    ids = torch.arange(5, dtype=torch.int32).view(1, 1, 1, 5)
+    for rows in (1, 64):
+        for key_length in (*range(126, 131), *range(190, 195), 255, 256, 257):
+            check_lists(Layout("edges", rows, key_length, causal=True, window=window), ids, 64)
 
 
 @pytest.mark.parametrize("seed", range(8))

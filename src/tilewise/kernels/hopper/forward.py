@@ -134,7 +134,8 @@ def _produce(
             loads += 1
         loads -= 1
         item = next_item
-    barrier_sync(Q_EMPTY, THREADS)
+    if first_item < items:  # else the consumers have nothing to come back from
+        barrier_sync(Q_EMPTY, THREADS)
     buffers.item.store(gl.full([1], item, gl.int32, item_layout))
     mbarrier.arrive(buffers.query_full, count=1)
 

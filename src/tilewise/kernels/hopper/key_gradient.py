@@ -76,11 +76,34 @@ def _produce(
 
 
 @gluon.jit
+def _ask_query_gradient(dscores_smem, key, buffer, CID: gl.constexpr):
+    """Half of the columns of dS K over both groups' keys, started."""
+    HALF: gl.constexpr = key.shape[2] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dq = gl.full([64, HALF], 0.0, gl.float32, layout)
+    dq = warpgroup_mma(
+        dscores_smem.index(buffer * 2).permute((1, 0)), key.index(0).slice(CID * HALF, HALF, 1), dq,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    return warpgroup_mma(
+        dscores_smem.index(buffer * 2 + 1).permute((1, 0)), key.index(1).slice(CID * HALF, HALF, 1), dq, is_async=True
+    )
+
+
+@gluon.jit
+def _add_query_gradient(dq, dq_smem, dq_desc, walk, start, head, CID: gl.constexpr):
+    tma.store_wait(0)
+    dq_smem.index(CID).store(dq)
+    fence_async_shared()
+    tma_reduce_add(dq_desc, [walk.batch, walk.query_start + start, head, CID * dq.shape[1]], dq_smem.index(CID))
+
+
+@gluon.jit
 def _consume(
     CID: gl.constexpr, schedule, key, value, query, dout, dscores_smem, dq_smem, exchange, keys_full, q_full, g_full,
     dk_desc, dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, D_K_TRUE: gl.constexpr,
-    D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr,
+    D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = query.shape[0]
     BLOCK_M: gl.constexpr = query.shape[1]
@@ -123,14 +146,19 @@ def _consume(
             if schedule.WINDOW:
                 low = offset - schedule.window + 1
             clear_rows(k, key_first, key_first + 32, low, walk.key_length)
-        for index in range(0, walk.steps * G):
+        # the first step's product with the step before it adds 0
+        doperand = gl.convert_layout(scores.to(dtype), k_operand)
+        last_stage = stage
+        steps = walk.steps * G
+        for index in range(0, steps):
             member = index // walk.steps
             one, two = walk.rows_of(index - member * walk.steps)
             start = one
             if SPLIT_ROWS:
                 start = one if CID == 0 else two
+            head = walk.kv_head * G + member
             # rows past the sequence read another head's numbers, or the slack after the last one's: finite, and masked
-            statistic = (walk.batch * H + walk.kv_head * G + member).to(gl.int64) * schedule.T_q + walk.query_start + start
+            statistic = (walk.batch * H + head).to(gl.int64) * schedule.T_q + walk.query_start + start
             column = gl.arange(0, ROWS, column_layout)
             mbarrier.wait(q_full.index(stage), phase)
             masked = walk.needs_mask(one, two)
@@ -138,9 +166,12 @@ def _consume(
                 if masked:
                     clear_rows(query.index(stage), one, two, row_low, walk.query_length)
             q = query.index(stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0)
+            last_q = query.index(last_stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0)
             scores = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+            if DELAY:
+                dk = warpgroup_mma(doperand, last_q, dk, is_async=True)
             lse2 = gl.load(lse2_ptr + statistic + column)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+            scores = warpgroup_mma_wait(1 if DELAY else 0, deps=[scores])
             probability = gl.exp2(scores * scale_log2 - gl.expand_dims(lse2, 0))
             if masked:
                 row = start + column
@@ -164,40 +195,40 @@ def _consume(
             operand = gl.convert_layout(shared.to(dtype), v_operand)
             dv = warpgroup_mma(operand, g, dv, is_async=True)
             dprobability = warpgroup_mma(v, g.permute((1, 0)), dprobability, use_acc=False, is_async=True)
+            if DELAY:
+                dk, doperand = warpgroup_mma_wait(2, deps=[dk, doperand])
+                if index > 0:
+                    barrier_arrive(Q_EMPTY + last_stage, THREADS)
             dv, operand = warpgroup_mma_wait(1, deps=[dv, operand])
             delta = gl.load(delta_ptr + statistic + column)
             dprobability = warpgroup_mma_wait(0, deps=[dprobability])
             barrier_arrive(G_EMPTY + stage, THREADS)
             if SINK:
                 dprobability = dprobability * weight
-            dscores = probability * (dprobability - gl.expand_dims(delta, 0))
-            rounded = dscores.to(dtype)
+            rounded = (probability * (dprobability - gl.expand_dims(delta, 0))).to(dtype)
             doperand = gl.convert_layout(rounded, k_operand)
-            dk = warpgroup_mma(doperand, q, dk, is_async=True)
             if REDUCE:
-                buffer = (index % 2) * 2  # two buffers: the other group may still read the one before
-                dscores_smem.index(buffer + CID).store(rounded)
+                # two buffers: the other group may still read the one before
+                dscores_smem.index(index % 2 * 2 + CID).store(rounded)
                 fence_async_shared()
-                barrier_sync(DS_FULL, 256)
-                dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_K // 2, 16])
-                dq = gl.full([ROWS, D_K // 2], 0.0, gl.float32, dq_layout)
-                for part in gl.static_range(2):
-                    columns = key.index(part).slice(CID * (D_K // 2), D_K // 2, 1)
-                    dq = warpgroup_mma(
-                        dscores_smem.index(buffer + part).permute((1, 0)), columns, dq, use_acc=part > 0, is_async=True
-                    )
-                dk, doperand, dq = warpgroup_mma_wait(0, deps=[dk, doperand, dq])
-                tma.store_wait(0)
-                dq_smem.index(CID).store(dq)
-                fence_async_shared()
-                tma_reduce_add(
-                    dq_desc, [walk.batch, walk.query_start + start, walk.kv_head * G + member, CID * (D_K // 2)],
-                    dq_smem.index(CID),
-                )  # fmt: skip
-            else:
-                dk, doperand = warpgroup_mma_wait(0, deps=[dk, doperand])
-            barrier_arrive(Q_EMPTY + stage, THREADS)
+            if not DELAY:
+                dk = warpgroup_mma(doperand, q, dk, is_async=True)
+                if REDUCE:
+                    barrier_sync(DS_FULL, 256)
+                    dq = _ask_query_gradient(dscores_smem, key, index % 2, CID)
+                    dk, doperand, dq = warpgroup_mma_wait(0, deps=[dk, doperand, dq])
+                else:
+                    dk, doperand = warpgroup_mma_wait(0, deps=[dk, doperand])
+                barrier_arrive(Q_EMPTY + stage, THREADS)
+                if REDUCE:
+                    _add_query_gradient(dq, dq_smem, dq_desc, walk, start, head, CID)
+            last_stage = stage
             stage, phase = next_stage(stage, phase, STAGES)
+        if DELAY and steps > 0:
+            dk = warpgroup_mma(
+                doperand, query.index(last_stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0), dk, is_async=True
+            )
+            dk = warpgroup_mma_wait(0, deps=[dk])
         if SPLIT_ROWS:
             # every tile has been read by both groups before group 1's sums take its place
             barrier_sync(MEET, 256)
@@ -233,7 +264,7 @@ def key_gradient_kernel(
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr,
     D_K: gl.constexpr, D_V: gl.constexpr, D_K_TRUE: gl.constexpr, D_V_TRUE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
-    CLEAR: gl.constexpr, REDUCE: gl.constexpr,
+    CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
 ):  # fmt: skip
     """`dk` [B, T_k, H_KV, D_K_TRUE], `dv` [.., D_V_TRUE], contiguous; with REDUCE `dq` fp32 by its descriptor."""
     dtype: gl.constexpr = q_desc.dtype
@@ -267,10 +298,10 @@ def key_gradient_kernel(
         [
             (_consume, (0, schedule, key, value, query, dout, dscores, dq, exchange, keys_full, q_full, g_full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
             (_consume, (1, schedule, key, value, query, dout, dscores, dq, exchange, keys_full, q_full, g_full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
             (_produce, (schedule, key, value, query, dout, keys_full, q_full, g_full, q_desc, g_desc, k_desc, v_desc,
                         H_KV, G, LIST_HEADS, LIST_ROWS)),
         ],

@@ -107,10 +107,11 @@ class Lists:
     def forward(cls, call: WalkCall, ids: Tensor | None, block_q: int) -> Lists | None:
         if ids is None:
             return None
+        count, table = call.tiles_of(block_q, key_side=False)
         counts, entries = plan.list_plan(
-            ids, call.query_length, call.key_length, block_q, call.causal, call.window, call.cu_q, call.cu_k
+            ids, call.query_length, call.key_length, block_q, call.causal, call.window, plan=table
         )
-        return cls(entries, counts, ids.shape[2], ids.shape[1], block_q)
+        return cls(entries, counts, ids.shape[2], count, block_q)
 
     @classmethod
     def transposed(cls, call: WalkCall, ids: Tensor | None, block_q: int) -> Lists | None:
@@ -192,5 +193,5 @@ def launch_key_gradient(
         H_KV=call.kv_heads, G=call.group, LIST_HEADS=lists.heads if lists else 1, LIST_ROWS=list_rows,
         D_K=d_k, D_V=d_v, D_K_TRUE=call.d_k, D_V_TRUE=call.d_v, STAGES=tiles.key_stages,
         CAUSAL=call.causal, WINDOW=call.window > 0, PACKED=call.packed, LIST=lists is not None, SINK=sink is not None,
-        CLEAR=call.clear_rows, REDUCE=reduce, num_warps=4,
+        CLEAR=call.clear_rows, REDUCE=reduce, DELAY=tiles.delay and not reduce, num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,6 @@ from tilewise.kernels.hopper.compat import aggregate, constexpr_function, gl, gl
 
 PLAN_WIDTH = gl.constexpr(8)  # int32 of a plan's row: see plan.py
 LISTED_BLOCK = gl.constexpr(64)
-HIDDEN_ROW = gl.constexpr(1 << 30)  # past the end of every sequence
 
 
 @aggregate
@@ -247,13 +246,13 @@ class RowWalk:
 
     @gluon.jit
     def rows_of(self, step):
-        """First rows of the two halves of a step's tile; a half that a list does not fill lies past every sequence."""
+        """First rows of the two halves of a step's tile; a half that a list does not fill lies past the end."""
         if self.LIST:
             if self.LIST_ROWS == 64:
                 one = (gl.load(self.list + 2 * step) - self.list_base) * 64
                 more = 2 * step + 1 < self.list_length
                 two = (gl.load(self.list + 2 * step + 1, mask=more, other=0) - self.list_base) * 64
-                return one, gl.where(more, two, HIDDEN_ROW)
+                return one, gl.where(more, two, self.query_length)
             one = (gl.load(self.list + step) - self.list_base) * 128
             return one, one + 64
         one = (self.first + step) * self.BLOCK_M
