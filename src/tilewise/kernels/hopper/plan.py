@@ -251,8 +251,8 @@ def packed_plan_kernel(
     if SORT:
         row = _find(slot, table_ptr, sequences, search_steps)
         length = _walk_length(row, slot, window, ROWS, KEY_SIDE, CAUSAL, WINDOW)
-        # surplus tiles have the highest numbers: with no walk they stay last
-        tile = _sorted(slot, longest - tl.where(slot < tiles, length, 0), order_ptr, passes, BLOCK)
+        # surplus tiles stay last: numbered past the tail's, they lie beyond its end and have no walk either
+        tile = _sorted(slot, longest - length, order_ptr, passes, BLOCK)
         _write_rows(plan_ptr, slot, tile, tiles, upper, table_ptr, sequences, search_steps)
     else:
         for first in range(0, upper, BLOCK):
