@@ -18,7 +18,7 @@ from benchmarks import results, tables  # noqa: E402
 from benchmarks.registry import OPERATIONS  # noqa: E402
 from tilewise import dispatch  # noqa: E402
 
-COLUMNS = ("reference", "eager_forward", "eager_backward", "triton_forward", "triton_backward", "compile")
+COLUMNS = ("reference", "eager_forward", "eager_backward", "triton_forward", "triton_backward", "hopper_forward", "hopper_backward", "compile")
 
 
 def grid_table() -> str:

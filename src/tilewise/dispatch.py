@@ -144,7 +144,8 @@ def choose(
         if row is not None and row.obstacle(request) is None:
             return name
     raise NotImplementedError(
-        f"impl: nothing takes ({selector_kind}, {remainder_kind}) for {request.dtype} on {request.device.type!r}; have: {', '.join(rows)}"
+        f"impl: nothing takes ({selector_kind}, {remainder_kind}) for {request.dtype} on {request.device.type!r};"
+        f" have: {', '.join(rows)}"
     )
 
 

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_cases import CASES
 from judge import Case, judge
 
 import tilewise
 from tilewise.layout import Visibility
 
 pytestmark = pytest.mark.gpu
-
-PACKED = (0, 0, 170, 171, 430, 613)
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (80, 80), (40, 40), (20, 20), (64, 128))
-CASES = [
-    *(Case(f"causal {d_k}/{d_v}", 2, 517, 517, 4, 2, d_k, d_v, causal=True) for d_k, d_v in HEAD_DIMS),
-    Case("full", 2, 333, 471, 6, 2, 128, 128),
-    Case("mqa", 1, 333, 471, 8, 1, 64, 64),
-    Case("more keys", 1, 190, 531, 4, 4, 64, 64, causal=True, sink=True),
-    Case("more queries", 1, 531, 190, 4, 2, 128, 64, causal=True, sink=True),
-    Case("one token", 1, 1, 1, 3, 1, 64, 64, causal=True, cancels=True),
-    Case("window", 1, 671, 671, 2, 1, 64, 64, causal=True, window=237),
-    Case("window of one", 1, 351, 411, 2, 1, 128, 128, causal=True, window=1, cancels=True),
-    Case("window, more keys", 1, 411, 892, 2, 1, 64, 64, causal=True, window=70, sink=True),
-    Case("window, more queries", 1, 711, 377, 2, 1, 64, 64, causal=True, window=70),
-    Case("packed causal", 1, 613, 613, 4, 1, 128, 128, causal=True, cu_seqlens_q=PACKED, cu_seqlens_k=PACKED, sink=True),
-    Case("packed full", 1, 613, 475, 2, 1, 64, 64, cu_seqlens_q=PACKED, cu_seqlens_k=(0, 50, 50, 190, 190, 475)),
-    Case("packed window", 1, 613, 671, 2, 1, 64, 64, causal=True, window=90, cu_seqlens_q=PACKED,
-         cu_seqlens_k=(0, 50, 310, 310, 400, 671)),
-    Case("negative scale", 1, 333, 333, 2, 2, 64, 64, causal=True, scale=-0.3),
-    Case("transposed", 2, 310, 310, 4, 2, 64, 64, causal=True, layout="transposed"),
-    Case("last dim strided", 1, 310, 310, 2, 1, 64, 64, causal=True, layout="sliced"),
-]  # fmt: skip
 
 
 class CountedLaunches:
@@ -56,10 +35,10 @@ class CountedLaunches:
 
 
 def attend_by_case(q, k, v, *, visibility: Visibility, scale: float, sink):
-    """`attend` with the arguments of the judge."""
+    """`attend` on the Triton path, with the arguments of the judge."""
     return tilewise.attend(
         q, k, v, causal=visibility.causal, window=visibility.window, scale=scale, cu_seqlens=visibility.cu_seqlens_q,
-        cu_seqlens_k=visibility.cu_seqlens_k, sink=sink, return_lse=True,
+        cu_seqlens_k=visibility.cu_seqlens_k, sink=sink, return_lse=True, impl="triton",
     )  # fmt: skip
 
 
@@ -81,7 +60,7 @@ def test_two_runs_are_bitwise_equal() -> None:
     dout = torch.randn(1, 2049, 8, 128, device="cuda", dtype=torch.bfloat16)
     runs = []
     for _ in range(3):
-        out, lse = tilewise.attend(q, k, v, causal=True, sink=sink, return_lse=True)
+        out, lse = tilewise.attend(q, k, v, causal=True, sink=sink, return_lse=True, impl="triton")
         grads = torch.autograd.grad([out, lse], [q, k, v, sink], [dout, torch.ones_like(lse)])
         runs.append([out, lse, *grads])
     for other in runs[1:]:
@@ -94,7 +73,7 @@ def test_no_host_synchronisation_and_cuda_graph() -> None:
     dout = torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
 
     def step():
-        out = tilewise.attend(q, k, v, causal=True, cu_seqlens=boundaries)
+        out = tilewise.attend(q, k, v, causal=True, cu_seqlens=boundaries, impl="triton")
         return (out, *torch.autograd.grad(out, [q, k, v], dout))
 
     # autograd remembers the stream of a leaf's first use: it has to be the one that is captured
@@ -187,7 +166,7 @@ def test_expanded_gradient_and_extreme_inputs() -> None:
 
 def test_compile_fullgraph_and_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(q, k, v, sink):
-        return tilewise.attend(q, k, v, causal=True, sink=sink, return_lse=True)
+        return tilewise.attend(q, k, v, causal=True, sink=sink, return_lse=True, impl="triton")
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     sink = torch.randn(4, device="cuda", requires_grad=True)

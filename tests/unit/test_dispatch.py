@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilewise import Selection, attend, dispatch, remainders, selectors
+from tilewise.dispatch import Request
 from tilewise.eager import dense as eager_dense
 from tilewise.eager import sparse as eager_sparse
 from tilewise.kernels import ops
@@ -18,6 +19,7 @@ from tilewise.reference import dense as reference_dense
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF = torch.bfloat16
+SELECTION = Selection.from_blocks(torch.zeros(1, 4, 1, 1).int(), block_q=16, block_k=64)
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +41,13 @@ def no_interpreter(monkeypatch):
     ],
 )
 def test_auto(selector, remainder, dtype, device, dims, expected):
-    assert dispatch.choose("auto", selector, remainder, dtype, device, dims) == expected
+    assert dispatch.choose("auto", selector, remainder, Request(dtype, device, dims)) == expected
 
 
 def test_auto_on_a_cpu_is_eager_also_under_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.choose("auto", "all", "none", HALF, CPU, (64, 64)) == "eager"
-    assert dispatch.choose("triton", "all", "none", HALF, CPU, (64, 64)) == "triton"
+    assert dispatch.choose("auto", "all", "none", Request(HALF, CPU, (64, 64))) == "eager"
+    assert dispatch.choose("triton", "all", "none", Request(HALF, CPU, (64, 64))) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -59,19 +61,24 @@ def test_auto_on_a_cpu_is_eager_also_under_the_interpreter(monkeypatch):
     ],
 )
 def test_lookup(impl, pair, launcher):
-    assert dispatch.lookup(impl, *pair, HALF, CUDA, (64, 64)) is launcher
+    assert dispatch.lookup(impl, *pair, Request(HALF, CUDA, (64, 64))) is launcher
 
 
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (("triton", "all", "none", HALF, CPU, (64, 64)), r"impl: 'triton' does not take device 'cpu'.*TRITON_INTERPRET=1"),
-        (("triton", "all", "none", HALF, CUDA, (512, 64)), r"'triton' does not take head dims d_k = 512, .*at most 256"),
-        (("triton", "all", "none", torch.float64, CUDA, (64, 64)), r"'triton' does not take dtype torch.float64 \(have"),
-        (("triton", "token", "drop", HALF, CUDA, (64, 64)), r"impl: 'triton' has no \(token, drop\); have: .*eager, reference"),
-        (("hopper", "all", "none", HALF, CUDA, (64, 64)), r"impl: 'hopper' has no \(all, none\); have: triton, eager, reference"),
-        (("auto", "block", "landmark", HALF, CPU, (64, 64)), r"pair \(block, landmark\) has no .*have: \(all, none\)"),
-        (("auto", "all", "none", torch.int8, CPU, (64, 64)), r"nothing takes \(all, none\) for torch.int8 on 'cpu'"),
+        (("triton", "all", "none", Request(HALF, CPU, (64, 64))), r"'triton' does not take device 'cpu'.*TRITON_INTERPRET=1"),
+        (("triton", "all", "none", Request(HALF, CUDA, (512, 64))), r"'triton' does not take head dims d_k = 512, .*at most 256"),
+        (("triton", "all", "none", Request(torch.float64, CUDA, (64, 64))), r"'triton' does not take dtype torch.float64 \(have"),
+        (("triton", "token", "drop", Request(HALF, CUDA, (64, 64))), r"'triton' has no \(token, drop\); have: .*eager, ref"),
+        (("hopper", "token", "drop", Request(HALF, CUDA, (64, 64))), r"impl: 'hopper' has no \(token, drop\); have: eager, ref"),
+        (("hopper", "all", "none", Request(HALF, CPU, (64, 64))), r"'hopper' does not take device 'cpu' .*capability 9.0"),
+        (("hopper", "all", "none", Request(torch.float32, CUDA, (64, 64))), r"'hopper' does not take dtype torch.float32"),
+        (("hopper", "all", "none", Request(HALF, CUDA, (256, 64))), r"does not take head dims d_k = 256, .*up to 192"),
+        (("hopper", "all", "none", Request(HALF, CUDA, (64, 64), scale=0.0)), r"does not take scale = 0"),
+        (("hopper", "block", "drop", Request(HALF, CUDA, (64, 64), selection=SELECTION)), r"blocks of 16 x 64 .*64 or 128"),
+        (("auto", "block", "landmark", Request(HALF, CPU, (64, 64))), r"pair \(block, landmark\) has no .*have: \(all, none\)"),
+        (("auto", "all", "none", Request(torch.int8, CPU, (64, 64))), r"nothing takes \(all, none\) for torch.int8 on 'cpu'"),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_refused(arguments, pattern):
@@ -81,7 +88,7 @@ def test_what_does_not_exist_is_refused(arguments, pattern):
 
 def test_unknown_impl():
     with pytest.raises(ValueError, match="impl: expected one of 'auto'.*got 'flash'"):
-        dispatch.choose("flash", "all", "none", HALF, CPU, (64, 64))
+        dispatch.choose("flash", "all", "none", Request(HALF, CPU, (64, 64)))
 
 
 def recorded(monkeypatch, impl, pair):
@@ -93,7 +100,9 @@ def recorded(monkeypatch, impl, pair):
         calls.append(impl)
         return row.launcher(*args, **kwargs)
 
-    replaced = dispatch.Row(launcher, row.dtypes, row.devices, row.largest_head_dim, row.backward, row.compiles)
+    replaced = dispatch.Row(
+        launcher, row.dtypes, row.devices, row.largest_head_dim, row.backward, row.compiles, row.limits
+    )
     monkeypatch.setitem(dispatch.TABLE[pair], impl, replaced)
     return calls
 
@@ -121,7 +130,7 @@ def test_the_grid_is_the_table():
     rows = {(row.selector, row.remainder): row for row in dispatch.grid()}
     assert rows.keys() == dispatch.TABLE.keys()
     dense = rows["all", "none"]
-    assert dense == dispatch.GridRow("all", "none", True, True, True, True, True, True)
+    assert dense == dispatch.GridRow("all", "none", True, True, True, True, True, True, True, True)
     for pair, row in rows.items():
         assert row.triton_forward == ("triton" in dispatch.TABLE[pair])
         assert row.reference == ("reference" in dispatch.TABLE[pair])

@@ -31,7 +31,7 @@ ALLOWED = {
     "selectors": BASE,
     "remainders": BASE,
     "reference": BASE,
-    "kernels": {"layout"},
+    "kernels": {"layout", "selection"},
     "eager": BASE,
     "dispatch": BASE | {"kernels", "eager", "reference"},
     "checks": BASE,

@@ -13,7 +13,8 @@ from torch import Tensor
 from tilewise.api import attend
 from tilewise.capture import LayerCapture
 from tilewise.diagnose.methods import Method
-from tilewise.dispatch import choose
+from tilewise.dispatch import Request, choose
+from tilewise.layout import Visibility
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 1 << 30
@@ -53,7 +54,14 @@ def chosen_path(method: Method, layer: LayerCapture) -> str:
     kind, remainder = ("all", "none") if method.selector is None else ("block", "drop")
     if method.remainder is not None:
         remainder = method.remainder.card.name
-    return choose("auto", kind, remainder, layer.q.dtype, layer.q.device, (layer.q.shape[3], layer.v.shape[3]))
+    selection = None
+    if method.selector is not None and layer.q.is_cuda:
+        # how large the tiles are and who shares a list decides what a GPU path can take
+        visibility = Visibility(layer.q.shape[1], layer.k.shape[1], layer.causal, layer.window)
+        selection = method.selector.select(layer.q, layer.k, visibility, layer.scale)
+    head_dims = (layer.q.shape[3], layer.v.shape[3])
+    request = Request(layer.q.dtype, layer.q.device, head_dims, layer.k.shape[2], layer.scale, selection)
+    return choose("auto", kind, remainder, request)
 
 
 def timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:

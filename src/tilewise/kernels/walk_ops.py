@@ -108,6 +108,8 @@ def _backward_autograd(*arguments):
 
 @functools.cache
 def _refusal_of(index: int) -> str | None:
+    if not torch.cuda.is_available():
+        return "device 'cuda' (none here)"
     if torch.cuda.get_device_capability(index) != HOPPER:
         return f"device {torch.cuda.get_device_name(index)} (needs compute capability 9.0)"
     try:
@@ -121,10 +123,13 @@ def _refusal_of(index: int) -> str | None:
     return reason
 
 
-@torch.compiler.assume_constant_result
 def refusal(index: int) -> str | None:
     """Why GPU `index` cannot run the Hopper kernels, in words; None: it can. Warns once if only the versions forbid it."""
     return _refusal_of(index)
+
+
+# what torch.compiler.assume_constant_result sets, without importing the compiler (and with it Triton) here
+refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def obstacle(
@@ -134,8 +139,8 @@ def obstacle(
     if device.type != "cuda":
         return f"device {device.type!r} (have: cuda of compute capability 9.0)"
     d_k, d_v = head_dims
-    if d_k % 8 or d_v % 8 or d_v > 128 or not (d_k <= 128 or d_k == 192):
-        return f"head dims d_k = {d_k}, d_v = {d_v} (multiples of 8 up to 128, or 192 / 128)"
+    if d_k % 8 or d_v % 8 or d_v > 128 or d_k > 192:
+        return f"head dims d_k = {d_k}, d_v = {d_v} (multiples of 8, d_k up to 192 and d_v up to 128)"
     if scale == 0:
         return "scale = 0 (needs another)"
     if selection is not None:
@@ -146,7 +151,7 @@ def obstacle(
             return f"{heads} lists a tile (have: 1, or one per KV head: {kv_heads})"
         if d_k > 128:
             return f"head dim d_k = {d_k} with lists (at most 128)"
-    return refusal(device.index if device.index is not None else torch.cuda.current_device())
+    return refusal(device.index or 0)
 
 
 def attention(

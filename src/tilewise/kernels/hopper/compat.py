@@ -5,7 +5,6 @@ Triton path.
 """
 
 import triton
-
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl

@@ -23,7 +23,7 @@ class GradientTiles:
     query_block_n: int
     query_stages: int
     key_stages: int
-    delay: bool  # a tile's dS^T Q waits for the next tile's S^T: needs registers
+    delay: bool  # a tile's dV and dK products run under the next tile's exponentials
 
 
 def covers(d_k: int, d_v: int) -> bool:
@@ -55,5 +55,5 @@ def forward_tiles(d_k: int, d_v: int, causal: bool, listed: bool, block_q: int) 
 def gradient_tiles(d_k: int, d_v: int, listed: bool) -> GradientTiles:
     narrow = padded(d_k) == 64 and padded(d_v) == 64
     if listed:
-        return GradientTiles(64, 4 if narrow else 3, 2, narrow)
+        return GradientTiles(64, 4 if narrow else 3, 3, narrow)
     return GradientTiles(128 if narrow else 64, 3, 3, narrow)

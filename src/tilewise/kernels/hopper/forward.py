@@ -105,7 +105,7 @@ def _produce(
         kv_head = walk.head // G
         one, two = walk.keys_of(0)
         # keys run one tile ahead of values, in the order in which the consumers ask
-        for step in range(0, walk.steps + 1):
+        for step in range(walk.steps + 1):
             value_one = one
             value_two = two
             if step < walk.steps:
@@ -116,10 +116,20 @@ def _produce(
                 mbarrier.expect(full, BLOCK_N * D_K_ALL * BYTES)
                 first = walk.key_start + one
                 second = walk.key_start + two
-                copy_tile(k_desc, buffers.key.index(key_stage), full, walk.batch, first, second, kv_head, 0, walk.HALVES)
+                copy_tile(
+                    k_desc, buffers.key.index(key_stage), full, walk.batch, first, second, kv_head, 0, walk.HALVES
+                )
                 if buffers.D_K2 > 0:
                     copy_tile(
-                        k2_desc, buffers.key2.index(key_stage), full, walk.batch, first, second, kv_head, D_K, walk.HALVES
+                        k2_desc,
+                        buffers.key2.index(key_stage),
+                        full,
+                        walk.batch,
+                        first,
+                        second,
+                        kv_head,
+                        D_K,
+                        walk.HALVES,
                     )
                 key_stage = gl.where(key_stage == STAGES - 1, 0, key_stage + 1)
             if step > 0:
@@ -129,7 +139,9 @@ def _produce(
                 mbarrier.expect(full, BLOCK_N * buffers.value.shape[2] * BYTES)
                 first = walk.key_start + value_one
                 second = walk.key_start + value_two
-                copy_tile(v_desc, buffers.value.index(value_stage), full, walk.batch, first, second, kv_head, 0, walk.HALVES)
+                copy_tile(
+                    v_desc, buffers.value.index(value_stage), full, walk.batch, first, second, kv_head, 0, walk.HALVES
+                )
                 value_stage = gl.where(value_stage == STAGES - 1, 0, value_stage + 1)
             loads += 1
         loads -= 1
@@ -179,7 +191,7 @@ def _softmax(scores, maximum, total, scale_log2):
 def _consume(
     CID: gl.constexpr, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2,
     H: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr,
-    D_V_TRUE: gl.constexpr, SHARE_OUT: gl.constexpr, TURNS: gl.constexpr, QREG: gl.constexpr,
+    D_V_TRUE: gl.constexpr, TURNS: gl.constexpr, QREG: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = buffers.query.shape[0]
     STAGES: gl.constexpr = buffers.key.shape[0]
@@ -241,10 +253,9 @@ def _consume(
         for step in range(1, walk.steps):
             value = buffers.value.index(value_stage)
             mbarrier.wait(buffers.value_full.index(value_stage), value_phase)
-            if CLEAR:
-                if walk.needs_mask(step - 1):
-                    one, two = walk.keys_of(step - 1)
-                    clear_rows(value, one, two, zero_begin, walk.key_length)
+            if CLEAR and walk.needs_mask(step - 1):
+                one, two = walk.keys_of(step - 1)
+                clear_rows(value, one, two, zero_begin, walk.key_length)
             if TURNS:
                 barrier_sync(TURN + CID, 256)
             scores = _ask_scores(
@@ -266,14 +277,12 @@ def _consume(
             value_stage, value_phase = next_stage(value_stage, value_phase, STAGES)
             out = out * gl.expand_dims(gl.convert_layout(rescale, out_row_layout), 1)
             operand = gl.convert_layout(probability.to(dtype), operand_layout)
-        if not SHARE_OUT:
-            barrier_arrive(Q_EMPTY, THREADS)
+        barrier_arrive(Q_EMPTY, THREADS)
         value = buffers.value.index(value_stage)
         mbarrier.wait(buffers.value_full.index(value_stage), value_phase)
-        if CLEAR:
-            if walk.needs_mask(walk.steps - 1):
-                one, two = walk.keys_of(walk.steps - 1)
-                clear_rows(value, one, two, zero_begin, walk.key_length)
+        if CLEAR and walk.needs_mask(walk.steps - 1):
+            one, two = walk.keys_of(walk.steps - 1)
+            clear_rows(value, one, two, zero_begin, walk.key_length)
         out = warpgroup_mma(operand, value, out, is_async=True)
         dead = total == 0.0
         divisor = gl.where(dead, 1.0, total)
@@ -296,10 +305,6 @@ def _consume(
             walk.row_start + (0 if PACK > 1 else CID * 64), walk.query_length, schedule.T_q, head,
             H, D_V_TRUE, schedule.PACKED,
         )  # fmt: skip
-        if SHARE_OUT:
-            tma.store_wait(0)
-            gl.thread_barrier()
-            barrier_arrive(Q_EMPTY, THREADS)
         query_phase = query_phase ^ 1
         mbarrier.wait(buffers.query_full, query_phase)
         item = gl.max(buffers.item.load(item_layout), 0)
@@ -314,9 +319,10 @@ def forward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, o_desc, out_ptr, lse_ptr, sink_ptr, plan_ptr, counts_ptr, lists_ptr, counter_ptr,
     heads, tiles, section, T_q, T_k, window, list_capacity, scale_log2,
     H: gl.constexpr, G: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr,
-    D_K: gl.constexpr, D_K2: gl.constexpr, D_V: gl.constexpr, D_V_TRUE: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D_K: gl.constexpr, D_K2: gl.constexpr, D_V: gl.constexpr, D_V_TRUE: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
-    CLEAR: gl.constexpr, SHARE_OUT: gl.constexpr, TURNS: gl.constexpr, QREG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    CLEAR: gl.constexpr, TURNS: gl.constexpr, QREG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`out` [B, T_q, H, D_V_TRUE] contiguous, `lse` [B, H, T_q] (fp32, natural log, without the sink)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -333,9 +339,7 @@ def forward_kernel(
         query2 = gl.allocate_shared_memory(dtype, [GROUPS, 64, D_K2], layout)
         key2 = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D_K2], layout)
     value = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D_V], layout)
-    out = query
-    if not SHARE_OUT:
-        out = gl.allocate_shared_memory(dtype, [GROUPS, 64, D_V], layout)
+    out = gl.allocate_shared_memory(dtype, [GROUPS, 64, D_V], layout)
     item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -349,7 +353,8 @@ def forward_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
                 (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
             ],
             [1], [24],
@@ -357,8 +362,10 @@ def forward_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
-                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
+                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
                 (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
             ],
             [4, 1], [CONSUMER_REGISTERS, 24],
@@ -366,9 +373,12 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
-                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
-                (_consume, (2, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK, CLEAR, D_V_TRUE, SHARE_OUT, TURNS, QREG)),
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
+                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
+                (_consume, (2, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                            CLEAR, D_V_TRUE, TURNS, QREG)),
                 (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],

@@ -30,15 +30,14 @@ from tilewise.kernels.hopper.schedule import Schedule, row_walk
 from tilewise.kernels.hopper.tiles import clear_rows, copy_tile, next_stage, store_rows
 
 # hardware barriers
-Q_EMPTY = gl.constexpr(5)  # one for each stage
-G_EMPTY = gl.constexpr(8)
-MEET = gl.constexpr(11)  # both groups
-DS_FULL = gl.constexpr(12)
+EMPTY = gl.constexpr(5)  # one for each stage
+MEET = gl.constexpr(10)  # both groups
+DS_FULL = gl.constexpr(11)
 
 
 @gluon.jit
 def _produce(
-    schedule, key, value, query, dout, keys_full, q_full, g_full, q_desc, g_desc, k_desc, v_desc,
+    schedule, key, value, query, dout, keys_full, full, q_desc, g_desc, k_desc, v_desc,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = query.shape[0]
@@ -58,20 +57,18 @@ def _produce(
             tma.async_copy_global_to_shared(k_desc, [walk.batch, token, walk.kv_head, 0], keys_full, key.index(part))
             tma.async_copy_global_to_shared(v_desc, [walk.batch, token, walk.kv_head, 0], keys_full, value.index(part))
         stage = ranks * 0
-        for index in range(0, walk.steps * G):
+        for index in range(walk.steps * G):
             member = index // walk.steps
             one, two = walk.rows_of(index - member * walk.steps)
             head = walk.kv_head * G + member
             if index >= STAGES:
-                barrier_sync(Q_EMPTY + stage, THREADS)
-            mbarrier.expect(q_full.index(stage), BLOCK_M * query.shape[2] * BYTES)
+                barrier_sync(EMPTY + stage, THREADS)
+            here = full.index(stage)
+            mbarrier.expect(here, BLOCK_M * (query.shape[2] + dout.shape[2]) * BYTES)
             first = walk.query_start + one
             second = walk.query_start + two
-            copy_tile(q_desc, query.index(stage), q_full.index(stage), walk.batch, first, second, head, 0, HALVES)
-            if index >= STAGES:
-                barrier_sync(G_EMPTY + stage, THREADS)
-            mbarrier.expect(g_full.index(stage), BLOCK_M * dout.shape[2] * BYTES)
-            copy_tile(g_desc, dout.index(stage), g_full.index(stage), walk.batch, first, second, head, 0, HALVES)
+            copy_tile(q_desc, query.index(stage), here, walk.batch, first, second, head, 0, HALVES)
+            copy_tile(g_desc, dout.index(stage), here, walk.batch, first, second, head, 0, HALVES)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
 
@@ -100,7 +97,7 @@ def _add_query_gradient(dq, dq_smem, dq_desc, walk, start, head, CID: gl.constex
 
 @gluon.jit
 def _consume(
-    CID: gl.constexpr, schedule, key, value, query, dout, dscores_smem, dq_smem, exchange, keys_full, q_full, g_full,
+    CID: gl.constexpr, schedule, key, value, query, dout, dscores_smem, dq_smem, keys_full, full,
     dk_desc, dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, D_K_TRUE: gl.constexpr,
     D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
@@ -146,11 +143,20 @@ def _consume(
             if schedule.WINDOW:
                 low = offset - schedule.window + 1
             clear_rows(k, key_first, key_first + 32, low, walk.key_length)
-        # the first step's product with the step before it adds 0
+        # with DELAY the first step's products with the step before it add 0
+        operand = gl.convert_layout(scores.to(dtype), v_operand)
         doperand = gl.convert_layout(scores.to(dtype), k_operand)
-        last_stage = stage
+        column = gl.arange(0, ROWS, column_layout)
+        MY_ROWS: gl.constexpr = (CID * 64) if SPLIT_ROWS else 0
         steps = walk.steps * G
-        for index in range(0, steps):
+        left_k = k
+        left_v = v
+        if D_K == 64 and D_V == 64:
+            # registers are free for the left operands: a third less to read from shared memory
+            operand_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
+            left_k = k.load(operand_layout)
+            left_v = v.load(operand_layout)
+        for index in range(steps):
             member = index // walk.steps
             one, two = walk.rows_of(index - member * walk.steps)
             start = one
@@ -159,19 +165,25 @@ def _consume(
             head = walk.kv_head * G + member
             # rows past the sequence read another head's numbers, or the slack after the last one's: finite, and masked
             statistic = (walk.batch * H + head).to(gl.int64) * schedule.T_q + walk.query_start + start
-            column = gl.arange(0, ROWS, column_layout)
-            mbarrier.wait(q_full.index(stage), phase)
+            # computed, not carried: the compiler loses a carried copy of the stage
+            last_stage = gl.where(index == 0, stage, gl.where(stage == 0, STAGES - 1, stage - 1))
+            mbarrier.wait(full.index(stage), phase)
             masked = walk.needs_mask(one, two)
-            if CLEAR:
-                if masked:
-                    clear_rows(query.index(stage), one, two, row_low, walk.query_length)
-            q = query.index(stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0)
-            last_q = query.index(last_stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0)
-            scores = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+            if CLEAR and masked:
+                clear_rows(query.index(stage), one, two, row_low, walk.query_length)
+                clear_rows(dout.index(stage), one, two, row_low, walk.query_length)
+            q = query.index(stage).slice(MY_ROWS, 64, 0)
+            g = dout.index(stage).slice(MY_ROWS, 64, 0)
+            scores = warpgroup_mma(left_k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+            dprobability = warpgroup_mma(left_v, g.permute((1, 0)), dprobability, use_acc=False, is_async=True)
             if DELAY:
-                dk = warpgroup_mma(doperand, last_q, dk, is_async=True)
+                dv = warpgroup_mma(operand, dout.index(last_stage).slice(MY_ROWS, 64, 0), dv, is_async=True)
+                dk = warpgroup_mma(doperand, query.index(last_stage).slice(MY_ROWS, 64, 0), dk, is_async=True)
             lse2 = gl.load(lse2_ptr + statistic + column)
-            scores = warpgroup_mma_wait(1 if DELAY else 0, deps=[scores])
+            if DELAY:
+                scores, dprobability = warpgroup_mma_wait(2, deps=[scores, dprobability])
+            else:
+                scores = warpgroup_mma_wait(1, deps=[scores])
             probability = gl.exp2(scores * scale_log2 - gl.expand_dims(lse2, 0))
             if masked:
                 row = start + column
@@ -183,55 +195,53 @@ def _consume(
                         gl.expand_dims(key_index, 1) > gl.expand_dims(row + offset - schedule.window, 0)
                     )
                 probability = gl.where(visible, probability, 0.0)
-            mbarrier.wait(g_full.index(stage), phase)
-            if CLEAR:
-                if masked:
-                    clear_rows(dout.index(stage), one, two, row_low, walk.query_length)
-            g = dout.index(stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0)
             shared = probability
             if SINK:
                 weight = gl.expand_dims(gl.load(weight_ptr + statistic + column), 0)
                 shared = probability * weight
-            operand = gl.convert_layout(shared.to(dtype), v_operand)
-            dv = warpgroup_mma(operand, g, dv, is_async=True)
-            dprobability = warpgroup_mma(v, g.permute((1, 0)), dprobability, use_acc=False, is_async=True)
-            if DELAY:
-                dk, doperand = warpgroup_mma_wait(2, deps=[dk, doperand])
-                if index > 0:
-                    barrier_arrive(Q_EMPTY + last_stage, THREADS)
-            dv, operand = warpgroup_mma_wait(1, deps=[dv, operand])
+            if not DELAY:
+                operand = gl.convert_layout(shared.to(dtype), v_operand)
             delta = gl.load(delta_ptr + statistic + column)
-            dprobability = warpgroup_mma_wait(0, deps=[dprobability])
-            barrier_arrive(G_EMPTY + stage, THREADS)
+            if not DELAY:
+                dprobability = warpgroup_mma_wait(0, deps=[dprobability])
             if SINK:
                 dprobability = dprobability * weight
-            rounded = (probability * (dprobability - gl.expand_dims(delta, 0))).to(dtype)
-            doperand = gl.convert_layout(rounded, k_operand)
-            if REDUCE:
-                # two buffers: the other group may still read the one before
-                dscores_smem.index(index % 2 * 2 + CID).store(rounded)
-                fence_async_shared()
-            if not DELAY:
+            dscores = probability * (dprobability - gl.expand_dims(delta, 0))
+            if DELAY:
+                dv, operand, dk, doperand = warpgroup_mma_wait(0, deps=[dv, operand, dk, doperand])
+                if index > 0:
+                    barrier_arrive(EMPTY + last_stage, THREADS)
+                operand = gl.convert_layout(shared.to(dtype), v_operand)
+                doperand = gl.convert_layout(dscores.to(dtype), k_operand)
+            else:
+                rounded = dscores.to(dtype)
+                doperand = gl.convert_layout(rounded, k_operand)
+                if REDUCE:
+                    # two buffers: the other group may still read the one before
+                    dscores_smem.index(index % 2 * 2 + CID).store(rounded)
+                    fence_async_shared()
+                dv = warpgroup_mma(operand, g, dv, is_async=True)
                 dk = warpgroup_mma(doperand, q, dk, is_async=True)
                 if REDUCE:
                     barrier_sync(DS_FULL, 256)
                     dq = _ask_query_gradient(dscores_smem, key, index % 2, CID)
-                    dk, doperand, dq = warpgroup_mma_wait(0, deps=[dk, doperand, dq])
+                    dv, operand, dk, doperand, dq = warpgroup_mma_wait(0, deps=[dv, operand, dk, doperand, dq])
                 else:
-                    dk, doperand = warpgroup_mma_wait(0, deps=[dk, doperand])
-                barrier_arrive(Q_EMPTY + stage, THREADS)
+                    dv, operand, dk, doperand = warpgroup_mma_wait(0, deps=[dv, operand, dk, doperand])
+                barrier_arrive(EMPTY + stage, THREADS)
                 if REDUCE:
                     _add_query_gradient(dq, dq_smem, dq_desc, walk, start, head, CID)
-            last_stage = stage
             stage, phase = next_stage(stage, phase, STAGES)
         if DELAY and steps > 0:
-            dk = warpgroup_mma(
-                doperand, query.index(last_stage).slice((CID * 64) if SPLIT_ROWS else 0, 64, 0), dk, is_async=True
-            )
-            dk = warpgroup_mma_wait(0, deps=[dk])
+            last_stage = gl.where(stage == 0, STAGES - 1, stage - 1)
+            dv = warpgroup_mma(operand, dout.index(last_stage).slice(MY_ROWS, 64, 0), dv, is_async=True)
+            dk = warpgroup_mma(doperand, query.index(last_stage).slice(MY_ROWS, 64, 0), dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         if SPLIT_ROWS:
             # every tile has been read by both groups before group 1's sums take its place
             barrier_sync(MEET, 256)
+            exchange_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+            exchange = query._reinterpret(gl.float32, [2, 64, D_K], exchange_layout)
             if CID == 1:
                 exchange.index(0).store(dk)
                 exchange.index(1).store(dv)
@@ -281,28 +291,23 @@ def key_gradient_kernel(
     dout = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_V], layout)
     dscores = query
     dq = query
-    exchange = query
     if REDUCE:
         dscores = gl.allocate_shared_memory(dtype, [4, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
         dq = gl.allocate_shared_memory(gl.float32, [2, 64, D_K // 2], gl.NVMMASharedLayout(128, 32, 2))
-    if LIST:
-        exchange = gl.allocate_shared_memory(gl.float32, [2, 64, D_K], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(g_full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
     gl.warp_specialize(
         [
-            (_consume, (0, schedule, key, value, query, dout, dscores, dq, exchange, keys_full, q_full, g_full, dk_desc,
+            (_consume, (0, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
                         LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
-            (_consume, (1, schedule, key, value, query, dout, dscores, dq, exchange, keys_full, q_full, g_full, dk_desc,
+            (_consume, (1, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
                         LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
-            (_produce, (schedule, key, value, query, dout, keys_full, q_full, g_full, q_desc, g_desc, k_desc, v_desc,
+            (_produce, (schedule, key, value, query, dout, keys_full, full, q_desc, g_desc, k_desc, v_desc,
                         H_KV, G, LIST_HEADS, LIST_ROWS)),
         ],
         [4, 1], [240, 24],

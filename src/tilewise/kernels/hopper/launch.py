@@ -77,9 +77,7 @@ class WalkCall:
         return max(1, L2_BUDGET // max(bytes_per_head, 1)) * self.group
 
     def visibility(self) -> Visibility:
-        return Visibility(
-            self.query_length, self.key_length, self.causal, self.window or None, self.cu_q, self.cu_k
-        )
+        return Visibility(self.query_length, self.key_length, self.causal, self.window or None, self.cu_q, self.cu_k)
 
     def tiles_of(self, rows: int, key_side: bool, list_rows: int = 0) -> tuple[int, Tensor | None]:
         """Tiles of `rows` tokens (an upper bound for packed calls), and the plan of a packed call."""
@@ -143,7 +141,7 @@ def launch_forward(call: WalkCall, q, k, v, sink, out, lse, lists: Lists | None)
         H=call.query_heads, G=call.group, PACK=1, LIST_G=call.query_heads // lists.heads if lists else 1,
         D_K=columns, D_K2=rest, D_V=padded(call.d_v), D_V_TRUE=call.d_v, GROUPS=tiles.groups, BLOCK_N=tiles.block_n,
         STAGES=tiles.stages, CAUSAL=call.causal, WINDOW=call.window > 0, PACKED=call.packed, LIST=lists is not None,
-        SINK=sink is not None, CLEAR=call.clear, SHARE_OUT=False, TURNS=tiles.groups > 1,
+        SINK=sink is not None, CLEAR=call.clear, TURNS=tiles.groups > 1,
         QREG=tiles.query_in_registers, CONSUMER_REGISTERS=tiles.registers, num_warps=4,
     )  # fmt: skip
 
@@ -169,9 +167,7 @@ def launch_query_gradient(call: WalkCall, q, k, v, dout, sink, statistics, dq, l
     )  # fmt: skip
 
 
-def launch_key_gradient(
-    call: WalkCall, q, k, v, dout, sink, statistics, dk, dv, dq_total, lists: Lists | None
-) -> None:
+def launch_key_gradient(call: WalkCall, q, k, v, dout, sink, statistics, dk, dv, dq_total, lists: Lists | None) -> None:
     """Fill `dk` and `dv`; add the queries' gradient, without the scale, to `dq_total` (fp32) if there is one."""
     tiles = gradient_tiles(call.d_k, call.d_v, lists is not None)
     d_k, d_v = padded(call.d_k), padded(call.d_v)

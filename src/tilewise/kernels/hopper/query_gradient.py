@@ -46,7 +46,7 @@ def _produce(
             tma.async_copy_global_to_shared(g_desc, [walk.batch, row, head, 0], rows_full, dout.index(group))
         kv_head = walk.head // G
         stage = ranks * 0
-        for step in range(0, walk.steps):
+        for step in range(walk.steps):
             one, two = walk.keys_of(step)
             if step >= STAGES:
                 barrier_sync(EMPTY + stage, THREADS)

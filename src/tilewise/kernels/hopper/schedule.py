@@ -86,7 +86,14 @@ class Schedule:
         """
         if self.PACKED:
             row = self.plan + (rank + 1) * PLAN_WIDTH
-            return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+            return (
+                gl.load(row),
+                gl.load(row + 1),
+                gl.load(row + 2),
+                gl.load(row + 3),
+                gl.load(row + 4),
+                gl.load(row + 5),
+            )
         tile = self.tiles - 1 - rank if LONGEST_LAST else rank
         zero = tile * 0
         return zero, self.T_q, zero, self.T_k, tile, tile
@@ -261,8 +268,7 @@ class RowWalk:
     @gluon.jit
     def needs_mask(self, one, two):
         HALF: gl.constexpr = self.BLOCK_M // 2
-        outside = (one < self.full_begin) | (two < self.full_begin) | (gl.maximum(one, two) + HALF > self.full_end)
-        return outside
+        return (one < self.full_begin) | (two < self.full_begin) | (gl.maximum(one, two) + HALF > self.full_end)
 
 
 @gluon.jit
@@ -270,7 +276,7 @@ def row_walk(
     schedule, item, ranks, H_KV: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, KEYS: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """The RowWalk of one item. LIST_HEADS: lists per batch, H_KV or 1; schedule.lists holds transposed lists, counts their ends."""
+    """The RowWalk of one item. LIST_HEADS: lists per batch, H_KV or 1. schedule.counts: where the transposed lists begin."""
     head_index, rank = schedule.head_and_rank(item, ranks)
     batch = head_index // H_KV
     kv_head = head_index - batch * H_KV
@@ -296,8 +302,10 @@ def row_walk(
     base = zero
     if schedule.LIST:
         index = (batch * LIST_HEADS + kv_head * LIST_HEADS // H_KV).to(gl.int64) * schedule.tiles + list_tile
-        list_begin = gl.load(schedule.counts + index)
-        length = (gl.load(schedule.counts + index + 1) - list_begin).to(gl.int32)
+        # keys past the last sequence are in no list
+        listed = query_length > 0
+        list_begin = gl.load(schedule.counts + index, mask=listed, other=0)
+        length = (gl.load(schedule.counts + index + 1, mask=listed, other=0) - list_begin).to(gl.int32)
         row = schedule.lists + list_begin
         if schedule.PACKED:
             base = gl.load(schedule.plan + (rank + 1) * PLAN_WIDTH + 6)
