@@ -84,14 +84,13 @@ class Ours(Candidate):
     """An implementation of `tilewise.attend`; an explicit `impl` never falls back."""
 
     def __init__(self, name: str, inputs: Inputs, case: Case):
-        self._causal = case.causal
-        super().__init__(
-            name, inputs, lambda q, k, v: tilewise.attend(q, k, v, causal=case.causal, impl=name), heads_first=False
-        )
+        impl, _, form = name.partition("-")
+        self._arguments = {"causal": case.causal, "impl": impl, "deterministic": form != "reduce"}
+        super().__init__(name, inputs, lambda q, k, v: tilewise.attend(q, k, v, **self._arguments), heads_first=False)
 
     def lse(self) -> Tensor | None:
         with torch.no_grad():
-            return tilewise.attend(*self.leaves, causal=self._causal, impl=self.name, return_lse=True)[1]
+            return tilewise.attend(*self.leaves, **self._arguments, return_lse=True)[1]
 
 
 def sdpa(backend: str) -> Callable[[str, Inputs, Case], Candidate]:

@@ -57,7 +57,7 @@ class Operation:
         flop_formula: the same in words, written beside every result.
         bytes: `(case, pass) -> float`, every input read once and every output written once.
         cases: `(quick, batch) -> list[Case]`.
-        ours: names of implementations of this project.
+        ours: names of implementations of this project: an `impl` of `attend`, "-reduce" for deterministic=False.
         peers: names in `peers.PEERS`.
     """
 
@@ -96,14 +96,12 @@ def dense_bytes(case: Case, which: Pass) -> float:
 
 
 def dense_cases(quick: bool, batch: int) -> list[Case]:
-    """D 128 and 64, full and causal, T 16,384 and (unless quick) 4,096; 16 heads, bf16."""
-    lengths = (16384,) if quick else (16384, 4096)
-    return [
-        Case("dense", Shape(batch, length, 16, 16, dim, dim), causal)
-        for dim in (128, 64)
-        for length in lengths
-        for causal in (False, True)
-    ]
+    """D 128 and 64, full and causal, T 16,384 and (unless quick) 4 x 4,096 and grouped heads at 32,768; bf16."""
+    shapes = [Shape(batch, 16384, 16, 16, dim, dim) for dim in (128, 64)]
+    if not quick:
+        shapes += [Shape(4 * batch, 4096, 16, 16, dim, dim) for dim in (128, 64)]
+        shapes.append(Shape(batch, 32768, 32, 8, 128, 128))
+    return [Case("dense", shape, causal) for shape in shapes for causal in (False, True)]
 
 
 OPERATIONS = {
@@ -116,7 +114,7 @@ OPERATIONS = {
         },
         bytes=dense_bytes,
         cases=dense_cases,
-        ours=("triton",),
+        ours=("hopper", "hopper-reduce", "triton"),
         peers=("cudnn", "sdpa-flash", "flex"),
     ),
 }

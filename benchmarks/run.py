@@ -1,6 +1,6 @@
 """Measure an operation on this machine's GPU and append the results as JSON lines.
 
-    python -m benchmarks.run dense [--quick] [--batch N] [--out FILE] [--seed N]
+    python -m benchmarks.run dense [--quick] [--only NAMES] [--batch N] [--out FILE] [--seed N]
 
 Nothing is written for a shape at which the results of this project fail the correctness check. Without git, the commit is
 taken from the variable TILEWISE_COMMIT.
@@ -9,6 +9,7 @@ taken from the variable TILEWISE_COMMIT.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("op", choices=sorted(OPERATIONS))
     parser.add_argument("--quick", action="store_true", help="the long length only")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--only", default="", help="comma-separated implementations and peers; default: all")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/OP.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -63,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates = f"bf16 product {run.floors.matmul_tflops:.0f} TFLOP/s, copy {run.floors.copy_tb_s:.2f} TB/s"
     print(f"{run.device}, torch {run.torch}, triton {run.triton}, commit {run.commit}; {rates}; run {run.run}")
     out = options.out or results.FOLDER / f"{options.op}.jsonl"
-    failed = run_cases(operation, operation.cases(options.quick, options.batch), run, out, measure_case)
+    chosen = tuple(name for name in options.only.split(",") if name)
+    measure = functools.partial(measure_case, chosen=chosen)
+    failed = run_cases(operation, operation.cases(options.quick, options.batch), run, out, measure)
     return 1 if failed else 0
 
 

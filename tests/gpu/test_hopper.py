@@ -121,7 +121,10 @@ def test_lists(block_q: int, head_dim: int, causal: bool, window: int | None, pa
         # PyTorch has no eager path of its own for lists: its error is taken as one rounding of the dtype
         dtype = torch.float32 if name in ("lse", "dsink") else torch.bfloat16
         peer = torch.finfo(torch.bfloat16).eps / 4 if name != "lse" else 0.0
-        error, limit = relative_error(mine, truth), kernel_error_limit(peer, dtype, 1.0)
+        # the sink's gradient is a sum of terms that cancel: judge.py
+        terms = (tensors["dout"].double() * exact["out"]).sum(-1).abs().sum((0, 1)).norm()
+        amplification = float(terms / truth.norm()) if name == "dsink" else 1.0
+        error, limit = relative_error(mine, truth), kernel_error_limit(peer, dtype, amplification)
         print(f"lists of {block_q} rows, D={head_dim} {name:>5}: error {error:.2e}, limit {limit:.2e}")
         assert error <= limit, name
 

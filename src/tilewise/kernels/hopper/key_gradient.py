@@ -142,7 +142,9 @@ def _consume(
             low = gl.to_tensor(0)
             if schedule.WINDOW:
                 low = offset - schedule.window + 1
+            # a key that no row sees has P = 0, but the sum over keys would meet 0 * NaN
             clear_rows(k, key_first, key_first + 32, low, walk.key_length)
+            clear_rows(v, key_first, key_first + 32, low, walk.key_length)
         # with DELAY the first step's products with the step before it add 0
         operand = gl.convert_layout(scores.to(dtype), v_operand)
         doperand = gl.convert_layout(scores.to(dtype), k_operand)
