@@ -18,7 +18,10 @@ from benchmarks import results, tables  # noqa: E402
 from benchmarks.registry import OPERATIONS  # noqa: E402
 from tilewise import dispatch  # noqa: E402
 
-COLUMNS = ("reference", "eager_forward", "eager_backward", "triton_forward", "triton_backward", "hopper_forward", "hopper_backward", "compile")
+COLUMNS = (
+    "reference", "eager_forward", "eager_backward", "triton_forward", "triton_backward", "hopper_forward",
+    "hopper_backward", "compile",
+)  # fmt: skip
 
 
 def grid_table() -> str:
@@ -31,8 +34,10 @@ def grid_table() -> str:
 
 
 def benchmark_table(op: str) -> str:
-    """Table of committed results of one operation."""
-    return tables.readme_table(results.read(results.FOLDER / f"{op}.jsonl"), op, OPERATIONS[op].ours[0])
+    """Tables of committed results of one operation, one for each implementation that has some."""
+    entries = results.read(results.FOLDER / f"{op}.jsonl")
+    found = ((impl, tables.readme_table(entries, op, impl)) for impl in OPERATIONS[op].ours)
+    return "\n\n".join(f'`impl="{impl}"`:\n\n{table}' for impl, table in found if table)
 
 
 def parts() -> dict[str, Callable[[], str]]:
