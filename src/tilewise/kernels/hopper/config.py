@@ -24,6 +24,7 @@ class GradientTiles:
     query_stages: int
     key_stages: int
     delay: bool  # a tile's dV and dK products run under the next tile's exponentials
+    left_in_registers: bool = False  # K and V as left operands of the key gradient: not timed yet
 
 
 def covers(d_k: int, d_v: int) -> bool:

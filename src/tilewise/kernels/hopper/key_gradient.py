@@ -101,6 +101,7 @@ def _consume(
     dk_desc, dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, D_K_TRUE: gl.constexpr,
     D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
+    LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = query.shape[0]
     BLOCK_M: gl.constexpr = query.shape[1]
@@ -153,8 +154,8 @@ def _consume(
         steps = walk.steps * G
         left_k = k
         left_v = v
-        if D_K == 64 and D_V == 64:
-            # registers are free for the left operands: a third less to read from shared memory
+        if LEFT_IN_REGISTERS:
+            # where registers are free for the left operands: a third less to read from shared memory
             operand_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
             left_k = k.load(operand_layout)
             left_v = v.load(operand_layout)
@@ -277,6 +278,7 @@ def key_gradient_kernel(
     D_K: gl.constexpr, D_V: gl.constexpr, D_K_TRUE: gl.constexpr, D_V_TRUE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
     CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
+    LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`dk` [B, T_k, H_KV, D_K_TRUE], `dv` [.., D_V_TRUE], contiguous; with REDUCE `dq` fp32 by its descriptor."""
     dtype: gl.constexpr = q_desc.dtype
@@ -305,10 +307,12 @@ def key_gradient_kernel(
         [
             (_consume, (0, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY,
+                        LEFT_IN_REGISTERS)),
             (_consume, (1, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY,
+                        LEFT_IN_REGISTERS)),
             (_produce, (schedule, key, value, query, dout, keys_full, full, q_desc, g_desc, k_desc, v_desc,
                         H_KV, G, LIST_HEADS, LIST_ROWS)),
         ],

@@ -189,5 +189,6 @@ def launch_key_gradient(call: WalkCall, q, k, v, dout, sink, statistics, dk, dv,
         H_KV=call.kv_heads, G=call.group, LIST_HEADS=lists.heads if lists else 1, LIST_ROWS=list_rows,
         D_K=d_k, D_V=d_v, D_K_TRUE=call.d_k, D_V_TRUE=call.d_v, STAGES=tiles.key_stages,
         CAUSAL=call.causal, WINDOW=call.window > 0, PACKED=call.packed, LIST=lists is not None, SINK=sink is not None,
-        CLEAR=call.clear_rows or (reduce and call.clear), REDUCE=reduce, DELAY=tiles.delay and not reduce, num_warps=4,
+        CLEAR=call.clear_rows or (reduce and call.clear), REDUCE=reduce, DELAY=tiles.delay and not reduce,
+        LEFT_IN_REGISTERS=tiles.left_in_registers, num_warps=4,
     )  # fmt: skip
