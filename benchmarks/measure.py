@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.case import PASSES, Case, Pass
 from benchmarks.check import Judge, Verdict
 from benchmarks.peers import Candidate, Inputs, make_candidate
-from benchmarks.registry import PASSES, Case, Floors, Operation, Pass
+from benchmarks.registry import Floors, Operation
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 ROUNDS = 3
-WARMUP_MS, REPEAT_MS = 15, 60
+WARMUP_MS, REPEAT_MS = 15, 60  # of one turn of one call
+FEWEST, MOST = 3, 100  # calls timed in one turn, however long or short they are
+FLUSH_BYTES = 2**28  # written before a timed call, so that it finds nothing in the L2 cache
 
 
 class CheckFailed(Exception):
@@ -31,7 +34,7 @@ class Measurement:
         ms: quantiles of the time, by name.
         peak_mib: memory during one pass above what was allocated before it, outputs included.
         error: `Verdict.error` of the pass.
-        deterministic: whether two runs gave the same bits.
+        deterministic: whether two runs gave the same bits; false of a form that does not promise it.
     """
 
     impl: str
@@ -42,43 +45,59 @@ class Measurement:
     deterministic: bool
 
 
-def measure_case(operation: Operation, case: Case, seed: int, chosen: tuple[str, ...] = ()) -> list[Measurement]:
-    """Judge and time every implementation of one case, or the chosen ones.
+def measure_case(
+    operation: Operation, case: Case, seed: int, chosen: tuple[str, ...] = (), device: str = "cuda"
+) -> list[Measurement]:
+    """Judge and time every implementation of one case, or those of the chosen that it has.
+
+    What is this project's is judged first on `case.small()`, every head of it, then at the size that is timed.
 
     Raises:
-        CheckFailed: an implementation of this project failed the check. A peer that fails or does not run is left out,
-            with a printed line.
+        CheckFailed: an implementation of this project failed the check, or none of them takes the case. A peer that fails
+            or does not run is left out, with a printed line; so is an implementation that says it does not take the case.
     """
-    inputs = Inputs.random(case, seed, "cuda")
-    judge = Judge(inputs, case)
+    names = [name for name in operation.names(case) if not chosen or name in chosen]
+    if not names:
+        return []
+    checks = [prepare(case.small(), seed, device, every_head=True), prepare(case, seed, device, every_head=False)]
     candidates, verdicts, repeatable = [], {}, {}
-    for name in chosen or (*operation.ours, *operation.peers):
+    for name in names:
         ours = name in operation.ours
         try:
-            candidate = make_candidate(name, inputs, case)
-            verdict, same = assess(candidate, judge)
-        except (RuntimeError, NotImplementedError) as error:
-            if ours:
+            for this_case, inputs, judge in checks if ours else checks[-1:]:
+                candidate = make_candidate(name, inputs, this_case)
+                verdict, same = assess(candidate, judge)
+                refuse_unless_sound(name, verdict, same, required=ours)
+        except RuntimeError as error:
+            if ours and not isinstance(error, NotImplementedError):
                 raise
             print(f"  {name}: does not run here: {str(error).splitlines()[0][:160]}")
             continue
         print(f"  {name}: {verdict}")
-        refuse_unless_sound(name, verdict, same, required=ours)
         if not verdict.passed:
             print(f"  {name}: not exact enough, left out")
             continue
         candidates.append(candidate)
         verdicts[name], repeatable[name] = verdict, same
-    del judge
+    wanted = [name for name in names if name in operation.ours]
+    if wanted and not any(name in verdicts for name in wanted):
+        raise CheckFailed(f"expected one of {', '.join(wanted)} to take the case, got none")
+    del checks, inputs, judge
     found = []
     for which in PASSES:
-        calls = {candidate.name: timed_call(candidate, which) for candidate in candidates}
+        calls = {c.name: timed_call(c, which) for c in candidates if which in c.passes}
         times = interleaved(calls)
         for name, call in calls.items():
             peak = peak_mib(call)
-            error = verdicts[name].error(which)
-            found.append(Measurement(name, which, quantiles(times[name]), peak, error, repeatable[name][which]))
+            same = repeatable[name][which] and promises(name, which)
+            found.append(Measurement(name, which, quantiles(times[name]), peak, verdicts[name].error(which), same))
     return found
+
+
+def prepare(case: Case, seed: int, device: str, *, every_head: bool) -> tuple[Case, Inputs, Judge]:
+    """Inputs of a case and what their results are judged by."""
+    inputs = Inputs.random(case, seed, device)
+    return case, inputs, Judge(inputs, case, list(range(case.shape.H_kv)) if every_head else None)
 
 
 def assess(candidate: Candidate, judge: Judge) -> tuple[Verdict, dict[Pass, bool]]:
@@ -97,10 +116,13 @@ def refuse_unless_sound(name: str, verdict: Verdict, repeatable: dict[Pass, bool
         return
     if not verdict.passed:
         raise CheckFailed(f"{name}: {verdict}")
-    # the reduce-add form promises the forward only
-    promised = {which: same for which, same in repeatable.items() if which == "forward" or not name.endswith("-reduce")}
-    if not all(promised.values()):
+    if not all(same for which, same in repeatable.items() if promises(name, which)):
         raise CheckFailed(f"{name}: expected two runs to give the same bits, got {repeatable}")
+
+
+def promises(name: str, which: Pass) -> bool:
+    """Whether two runs must give the same bits: always, but for the backward of a reduce-add form."""
+    return which == "forward" or not name.endswith("-reduce")
 
 
 def timed_call(candidate: Candidate, which: Pass) -> Callable[[], object]:
@@ -113,13 +135,37 @@ def timed_call(candidate: Candidate, which: Pass) -> Callable[[], object]:
 
 def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     """Milliseconds of each call, taken in turns, so that a clock that drifts meets all alike; cold L2 cache."""
-    from triton.testing import do_bench
-
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            times[name].extend(do_bench(call, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="all"))
+            times[name].extend(turn(call))
     return times
+
+
+def turn(call: Callable[[], object]) -> list[float]:
+    """Milliseconds of some calls in a row on the GPU, after one that is not counted and as many more as warm it up.
+
+    What triton.testing.do_bench does, but with one call instead of six before the first that counts: calls here last up to
+    a tenth of a second.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    start, end = once()
+    torch.cuda.synchronize()
+    estimate = max(start.elapsed_time(end), 1e-3)
+    for _ in range(min(MOST, int(WARMUP_MS / estimate))):
+        once()
+    events = [once() for _ in range(min(MOST, max(FEWEST, int(REPEAT_MS / estimate))))]
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def quantiles(times: list[float]) -> dict[str, float]:

@@ -6,27 +6,31 @@ timing: `[B, T, H, D]` for this project, contiguous `[B, H, T, D]` for PyTorch's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 import tilewise
-from benchmarks.registry import Case
+from benchmarks.case import PASSES, Case, Pass
+from tilewise import Selection, selectors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k, v and the gradient of out, `[B, T, H, D]`, contiguous, no gradients attached."""
+    """q, k, v and the gradient of out, `[B, T, H, D]`, contiguous, no gradients attached; the lists of a case with blocks."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    ids: Tensor | None = None  # int32 [B, tiles, H_kv, n], ascending
 
     @classmethod
     def random(cls, case: Case, seed: int, device: torch.device | str) -> Inputs:
@@ -37,7 +41,18 @@ class Inputs:
         def normal(heads: int, dim: int) -> Tensor:
             return torch.randn(s.B, s.T, heads, dim, generator=generator, device=device, dtype=dtype)
 
-        return cls(normal(s.H_q, s.d_k), normal(s.H_kv, s.d_k), normal(s.H_kv, s.d_v), normal(s.H_q, s.d_v))
+        tensors = (normal(s.H_q, s.d_k), normal(s.H_kv, s.d_k), normal(s.H_kv, s.d_v), normal(s.H_q, s.d_v))
+        return cls(*tensors, random_lists(case, generator))
+
+
+def random_lists(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Distinct random block ids for every tile and KV head, ascending, int32 `[B, tiles, H_kv, n]`; None without blocks."""
+    s, b = case.shape, case.blocks
+    if b is None:
+        return None
+    sizes = (s.B, s.T // b.block_q, s.H_kv, s.T // b.block_k)
+    order = torch.rand(*sizes, generator=generator, device=generator.device).argsort(-1)
+    return order[..., : b.count].sort(-1).values.to(torch.int32).contiguous()
 
 
 class Candidate:
@@ -45,9 +60,12 @@ class Candidate:
 
     Attributes:
         name: what results call it.
+        passes: what of it is measured.
         leaves: its own q, k, v, in its own layout, requiring gradients.
         dout: gradient of its output, in its own layout.
     """
+
+    passes: tuple[Pass, ...] = PASSES
 
     def __init__(
         self, name: str, inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor], heads_first: bool
@@ -85,12 +103,30 @@ class Ours(Candidate):
 
     def __init__(self, name: str, inputs: Inputs, case: Case):
         impl, _, form = name.partition("-")
-        self._arguments = {"causal": case.causal, "impl": impl, "deterministic": form != "reduce"}
+        self._arguments = {
+            "causal": case.causal,
+            "impl": impl,
+            "deterministic": form != "reduce",
+            **extras(inputs, case),
+        }
+        if form == "reduce":
+            self.passes = ("backward",)  # its forward is the other form's
         super().__init__(name, inputs, lambda q, k, v: tilewise.attend(q, k, v, **self._arguments), heads_first=False)
 
     def lse(self) -> Tensor | None:
         with torch.no_grad():
             return tilewise.attend(*self.leaves, **self._arguments, return_lse=True)[1]
+
+
+def extras(inputs: Inputs, case: Case) -> dict[str, Any]:
+    """What `attend` is given besides q, k, v: ready lists, boundaries of packed sequences."""
+    if case.blocks is not None and inputs.ids is not None:
+        lists = Selection.from_blocks(inputs.ids, block_q=case.blocks.block_q, block_k=case.blocks.block_k)
+        return {"selector": selectors.Given(lists)}
+    if case.lengths is not None:
+        ends = list(itertools.accumulate(case.lengths, initial=0))
+        return {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=inputs.q.device)}
+    return {}
 
 
 def sdpa(backend: str) -> Callable[[str, Inputs, Case], Candidate]:

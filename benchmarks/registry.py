@@ -4,40 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
-Pass = Literal["forward", "backward"]
-PASSES: tuple[Pass, ...] = ("forward", "backward")
+from benchmarks.case import PASSES, Case, Pass, Shape
+from benchmarks.shapes import block_sparse_cases, dense_cases, packed_cases
+
+__all__ = ["OPERATIONS", "PASSES", "Case", "Floors", "Operation", "Pass", "Shape", "attention_bytes", "attention_flops"]
+
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one call; T_q = T_k = T."""
-
-    B: int
-    T: int
-    H_q: int
-    H_kv: int
-    d_k: int
-    d_v: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to measure, before the implementation and the pass are chosen."""
-
-    op: str
-    shape: Shape
-    causal: bool
-    dtype: str = "bf16"
-    density: float = 1.0
-
-    def __str__(self) -> str:
-        s = self.shape
-        heads = f"H {s.H_q}" if s.H_q == s.H_kv else f"H {s.H_q}/{s.H_kv}"
-        dims = f"D {s.d_k}" if s.d_k == s.d_v else f"D {s.d_k}/{s.d_v}"
-        return f"{self.op} {self.dtype} B {s.B} T {s.T} {heads} {dims} {'causal' if self.causal else 'full'}"
+ID_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +30,7 @@ class Operation:
         flops: `(case, pass) -> float`, what the mathematics needs; recomputation that a path chooses is not counted.
         flop_formula: the same in words, written beside every result.
         bytes: `(case, pass) -> float`, every input read once and every output written once.
-        cases: `(quick, batch) -> list[Case]`.
+        cases: `(quick, batch) -> list[Case]`; those of another operation are measured for a ratio within one run.
         ours: names of implementations of this project: an `impl` of `attend`, "-reduce" for deterministic=False.
         peers: names in `peers.PEERS`.
     """
@@ -75,46 +49,65 @@ class Operation:
         traffic = self.bytes(case, which) / (floors.copy_tb_s * 1e12)
         return max(compute, traffic) * 1e3
 
+    def names(self, case: Case) -> tuple[str, ...]:
+        """Who is measured on a case, this project first."""
+        everyone = (*self.ours, *self.peers)
+        return tuple(name for name in everyone if not case.implementations or name in case.implementations)
 
-def dense_flops(case: Case, which: Pass) -> float:
-    """2 (d_k + d_v) forward and 2 (3 d_k + 2 d_v) backward per visible pair and query head; causal is half of T^2."""
+
+def attention_flops(case: Case, which: Pass) -> float:
+    """2 (d_k + d_v) forward and 2 (3 d_k + 2 d_v) backward per computed pair and query head."""
     s = case.shape
-    pairs = s.T * s.T / (2 if case.causal else 1)
     work = 2 * (s.d_k + s.d_v) if which == "forward" else 2 * (3 * s.d_k + 2 * s.d_v)
-    return s.B * s.H_q * pairs * work
+    return s.B * s.H_q * case.pairs * work
 
 
-def dense_bytes(case: Case, which: Pass) -> float:
-    """Forward: q, k, v in, out and lse out. Backward: those five and dout in, dq, dk, dv out."""
+def attention_bytes(case: Case, which: Pass) -> float:
+    """Forward: q, k, v, the lists in, out and lse out. Backward: all those and dout in, dq, dk, dv out."""
     s = case.shape
     element = DTYPE_BYTES[case.dtype]
-    queries, keys, values = s.H_q * s.d_k, s.H_kv * s.d_k, s.H_kv * s.d_v
-    out, lse = s.H_q * s.d_v, s.H_q
-    if which == "forward":
-        return s.B * s.T * (element * (queries + keys + values + out) + 4 * lse)
-    return s.B * s.T * (element * (2 * (queries + keys + values) + 2 * out) + 4 * lse)
+    rows = s.H_q * (s.d_k + s.d_v) + s.H_kv * (s.d_k + s.d_v)  # of q and out, k and v
+    times = 1 if which == "forward" else 2
+    lists = 0 if case.blocks is None else s.H_kv * (s.T // case.blocks.block_q) * case.blocks.count
+    return s.B * (s.T * (times * element * rows + 4 * s.H_q) + ID_BYTES * lists)
 
 
-def dense_cases(quick: bool, batch: int) -> list[Case]:
-    """D 128 and 64, full and causal, T 16,384 and (unless quick) 4 x 4,096 and grouped heads at 32,768; bf16."""
-    shapes = [Shape(batch, 16384, 16, 16, dim, dim) for dim in (128, 64)]
-    if not quick:
-        shapes += [Shape(4 * batch, 4096, 16, 16, dim, dim) for dim in (128, 64)]
-        shapes.append(Shape(batch, 32768, 32, 8, 128, 128))
-    return [Case("dense", shape, causal) for shape in shapes for causal in (False, True)]
+# the names by which benchmarks/walks.py knows them
+dense_flops, dense_bytes = attention_flops, attention_bytes
+
+
+def formulas(pairs: str) -> dict[Pass, str]:
+    """The FLOP formulas in words, from the count of computed pairs of all heads in words."""
+    return {"forward": f"2 (d_k + d_v) {pairs}", "backward": f"2 (3 d_k + 2 d_v) {pairs}"}
 
 
 OPERATIONS = {
-    "dense": Operation(
-        name="dense",
-        flops=dense_flops,
-        flop_formula={
-            "forward": "2 (d_k + d_v) B H_q T^2, half when causal",
-            "backward": "2 (3 d_k + 2 d_v) B H_q T^2, half when causal",
-        },
-        bytes=dense_bytes,
-        cases=dense_cases,
-        ours=("hopper", "hopper-reduce", "triton"),
-        peers=("cudnn", "sdpa-flash", "flex"),
-    ),
+    operation.name: operation
+    for operation in (
+        Operation(
+            name="dense",
+            flops=attention_flops,
+            flop_formula=formulas("B H_q T^2, half when causal"),
+            bytes=attention_bytes,
+            cases=dense_cases,
+            ours=("hopper", "hopper-reduce", "triton"),
+            peers=("cudnn", "sdpa-flash", "flex"),
+        ),
+        Operation(
+            name="block_sparse",
+            flops=attention_flops,
+            flop_formula=formulas("density B H_q T^2"),
+            bytes=attention_bytes,
+            cases=block_sparse_cases,
+            ours=("hopper",),
+        ),
+        Operation(
+            name="packed",
+            flops=attention_flops,
+            flop_formula=formulas("H_q (sum of lengths^2), half when causal"),
+            bytes=attention_bytes,
+            cases=packed_cases,
+            ours=("hopper", "hopper-reduce", "triton"),
+        ),
+    )
 }

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def line(operation: Operation, case: Case, found: Measurement, run: Run) -> dict
         "impl": found.impl,
         "pass": found.which,
         "dtype": case.dtype,
-        "shape": asdict(case.shape),
+        "shape": case.sizes,
         "causal": case.causal,
         "density": case.density,
         "deterministic": found.deterministic,

@@ -43,7 +43,7 @@ def benchmark_table(op: str) -> str:
 def parts() -> dict[str, Callable[[], str]]:
     """Marker name -> what stands between its markers."""
     found: dict[str, Callable[[], str]] = {"grid": grid_table}
-    for op in OPERATIONS:
+    for op in (op for op in OPERATIONS if (results.FOLDER / f"{op}.jsonl").exists()):
         found[f"benchmark {op}"] = lambda op=op: benchmark_table(op)
     return found
 
