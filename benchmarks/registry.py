@@ -72,10 +72,6 @@ def attention_bytes(case: Case, which: Pass) -> float:
     return s.B * (s.T * (times * element * rows + 4 * s.H_q) + ID_BYTES * lists)
 
 
-# the names by which benchmarks/walks.py knows them
-dense_flops, dense_bytes = attention_flops, attention_bytes
-
-
 def formulas(pairs: str) -> dict[Pass, str]:
     """The FLOP formulas in words, from the count of computed pairs of all heads in words."""
     return {"forward": f"2 (d_k + d_v) {pairs}", "backward": f"2 (3 d_k + 2 d_v) {pairs}"}
