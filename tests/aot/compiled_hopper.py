@@ -56,12 +56,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class HopperReport(Report):
-    """A report, and whether the kernel moves registers from its producer to its consumers."""
+    """A report, whether registers go from the producer to the consumers, spill loads within the loops over a walk's steps."""
 
     specialised: bool
+    step_spill_loads: int  # of the consumer group that has most
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, specialised {'yes' if self.specialised else 'no'}"
+        specialised = "yes" if self.specialised else "no"
+        return f"{super().__str__()}, specialised {specialised}, spill loads of a step {self.step_spill_loads}"
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,33 @@ def _read(compiled: triton.compiler.CompiledKernel, name: str) -> HopperReport:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if usage is None:
         raise RuntimeError(f"resource usage: expected REG and STACK, got {text[:500]!r}")
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9.]+)", text, re.MULTILINE)
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+ )?([A-Z0-9.]+)(.*?);", text, re.MULTILINE)
+    instructions = [(int(address, 16), operation, operands) for address, operation, operands in lines]
 
-    def count(pattern: str) -> int:
-        return sum(re.match(pattern, instruction) is not None for instruction in instructions)
+    def count(pattern: str, first: int = 0, last: int = 1 << 60) -> int:
+        return sum(
+            first <= address <= last and re.match(pattern, operation) is not None
+            for address, operation, _ in instructions
+        )
 
+    # Backward jumps, shortest first; those that share code with a shorter one are outer loops or retried waits set apart.
+    jumps = []
+    for address, operation, operands in instructions:
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if operation.startswith("BRA") else None
+        if target is not None and int(target[1], 16) < address:
+            jumps.append((int(target[1], 16), address))
+    loops: list[tuple[int, int]] = []
+    for first, last in sorted(jumps, key=lambda jump: jump[1] - jump[0]):
+        apart = all(last < other_first or other_last < first for other_first, other_last in loops)
+        if apart and count("[HQ]GMMA", first, last):
+            loops.append((first, last))
+    # a step has all products, alike in all groups; a retried wait before the last product has fewer
+    most = max((count("[HQ]GMMA", *loop) for loop in loops), default=0)
+    loops = [loop for loop in loops if count("[HQ]GMMA", *loop) == most]
+    if count("[HQ]GMMA") and not loops:
+        raise RuntimeError(f"{name}: expected loops with products in its code, found none")
     return HopperReport(
         name, int(usage[1]), int(usage[2]), count("LDL"), count("STL"), compiled.metadata.shared,
         count("[HQ]GMMA"), count("HMMA"), count(r"WARPGROUP\.DEPBAR"), specialised=count("USETMAXREG") > 0,
+        step_spill_loads=max((count("LDL", *loop) for loop in loops), default=0),
     )  # fmt: skip

@@ -17,34 +17,32 @@ VARIANTS = {
     "64 causal": Variant(64, 64),
     "64 everything": Variant(64, 64, **EVERYTHING),
     "64 listed 128": Variant(64, 64, listed=128),
-    "64 listed 64": Variant(64, 64, listed=64),
     "128 full": Variant(causal=False),
     "128 causal": Variant(),
     "128 causal fp16": Variant(dtype=torch.float16),
     "128 window of a chunk": Variant(window=100, query_length=128),
     "128 packed": Variant(packed=True),
-    "128 sink": Variant(sink=True),
     "128 everything": Variant(**EVERYTHING),
     "128 listed 128": Variant(listed=128),
     "128 listed 64": Variant(listed=64, group=4),
     "128 listed 128 everything": Variant(listed=128, **EVERYTHING),
-    "192/128 full": Variant(192, 128, causal=False),
     "192/128 causal": Variant(192, 128),
     "192/128 listed 128": Variant(192, 128, listed=128),
 }
-FORWARD = [case for case in VARIANTS if case != "128 sink"]  # "everything" has one
+# "everything" has the sink, packed sequences and the window in one; where that spills, they are also looked at one by one
+FORWARD = [case for case in VARIANTS if case not in ("128 packed", "128 listed 128")]
 QUERY_GRADIENT = [
-    "64 causal", "64 everything", "64 listed 128", "128 full", "128 causal", "128 everything",
-    "128 listed 128", "128 listed 64", "128 listed 128 everything",
+    "64 causal", "64 listed 128", "128 full", "128 causal", "128 everything", "128 listed 64", "128 listed 128 everything",
 ]  # fmt: skip
 KEY_GRADIENT = [
-    "64 causal", "64 everything", "64 listed 128", "128 full", "128 causal", "128 packed", "128 sink", "128 everything",
-    "128 listed 128", "128 listed 64", "128 listed 128 everything",
+    "64 causal", "64 listed 128", "128 full", "128 causal", "128 packed", "128 listed 128", "128 listed 64",
+    "128 listed 128 everything",
 ]  # fmt: skip
-REDUCE = ["64 causal", "64 everything", "128 full", "128 causal", "128 everything"]
+REDUCE = ["64 everything", "128 full", "128 causal", "128 everything"]
 
 # Spill loads of the whole kernel, all consumers together, that a variant may have; the others have none. Measured with the
-# pinned compiler, rounded up. A number that falls may be lowered; one that rises wants a look at the kernel first.
+# pinned compiler, rounded up. A number that falls may be lowered; one that rises wants a look at the kernel first. Those of
+# the forward and the query gradient are made once an item: within the loop over steps these two have none.
 SPILL_LOADS = {
     # three consumer groups leave 160 registers a thread, and hold a score tile of 64 of them
     ("forward", "64 full"): 14,
@@ -60,9 +58,7 @@ SPILL_LOADS = {
     # dK and dV hold 128 registers, the two score tiles 64; what places, statistics and masks need is on top
     ("key_gradient", "128 full"): 16,
     ("key_gradient", "128 causal"): 8,
-    ("key_gradient", "128 sink"): 16,
     ("key_gradient", "128 packed"): 36,
-    ("key_gradient", "128 everything"): 44,
     ("key_gradient", "128 listed 128"): 16,
     ("key_gradient", "128 listed 64"): 16,
     ("key_gradient", "128 listed 128 everything"): 36,
@@ -82,6 +78,8 @@ def _check(kind: str, case: str) -> None:
     assert report.specialised, str(report)
     # a serialised kernel waits for each product: as many waits as products
     assert 2 * report.waits < report.warpgroup_products, str(report)
+    if which != "key_gradient":
+        assert report.step_spill_loads == 0, str(report)
     assert report.spill_loads <= SPILL_LOADS.get((kind, case), 0), str(report)
 
 
@@ -124,8 +122,7 @@ def test_packed_plan_compiles(tiles: int, spill_loads: int) -> None:
     _check_plan(launches, f"{tiles} tiles", spill_loads)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("blocks", [16, 2000])
+@pytest.mark.parametrize("blocks, packed", [(16, False), (2000, True)])
 def test_list_plan_compiles(blocks: int, packed: bool) -> None:
     ids = torch.zeros(1, 2, 1, blocks, dtype=torch.int32)
     table = torch.zeros(4, plan.PLAN_WIDTH.value, dtype=torch.int32) if packed else None
