@@ -102,7 +102,8 @@ def attend(
         return_lse: return `(out, lse)`.
         impl: "auto" takes the fastest path that exists for the call; "reference", "eager", "triton" and "hopper" ask for
             one path and raise where it does not exist. There is no silent fallback.
-        deterministic: True: two runs give the same bits, backward too. Paths that exist now always do.
+        deterministic: True: two runs give the same bits, backward too. False lets a path be quicker: on Hopper GPUs the
+            gradient of q is then added up in no fixed order (dense calls; every other path repeats its bits anyway).
 
     Returns:
         out `[B, T_q, H_q, d_v]` in q's dtype; with `return_lse` also lse `[B, T_q, H_q]`, fp32 (fp64 for fp64 inputs),
