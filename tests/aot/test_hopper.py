@@ -44,12 +44,12 @@ REDUCE = ["64 everything", "128 full", "128 causal", "128 everything"]
 # pinned compiler, rounded up. A number that falls may be lowered; one that rises wants a look at the kernel first. Those of
 # the forward and the query gradient are made once an item: within the loop over steps these two have none.
 SPILL_LOADS = {
-    # three consumer groups leave 160 registers a thread, and hold a score tile of 64 of them
+    # three consumer groups leave 160 registers a thread; a score tile takes 64 of them, out 32
     ("forward", "64 full"): 14,
     ("forward", "64 everything"): 6,
-    # an unrolled tile of 128 keys with scores, probabilities and out at 64 registers each, and two halves to count
+    # a score tile and out take 64 registers each, the probabilities 32
     ("forward", "192/128 listed 128"): 10,
-    # 64 registers of dQ and two score tiles of 32; places and window of a list, or four tiles' unmasked loop, on top
+    # dQ takes 64 registers, the two score tiles 32 each
     ("query_gradient", "128 full"): 4,
     ("query_gradient", "128 listed 128 everything"): 10,
     # left operands in registers beside dK, dV and two score tiles in flight
