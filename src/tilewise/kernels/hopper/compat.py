@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -34,7 +33,6 @@ __all__ = [
     "tma",
     "tma_reduce_add",
     "warpgroup_mma",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HEAD_DIM_UNIT = 8  # the copy engine reads rows of whole 16 bytes
 SPLIT_HEAD_DIM = 192  # d_k = 128 + 64, without padding to 256
 
 
@@ -24,12 +23,6 @@ class GradientTiles:
     query_stages: int
     key_stages: int
     delay: bool  # a tile's dV and dK products run under the next tile's exponentials
-    left_in_registers: bool = False  # K and V as left operands of the key gradient: not timed yet
-
-
-def covers(d_k: int, d_v: int) -> bool:
-    """Head dims of the forward."""
-    return max(d_k, d_v) <= 128 or (128 < d_k <= SPLIT_HEAD_DIM and d_v <= 128)
 
 
 def backward_covers(d_k: int, d_v: int) -> bool:
@@ -45,7 +38,7 @@ def padded(head_dim: int) -> int:
 def forward_tiles(d_k: int, d_v: int, causal: bool, listed: bool, block_q: int) -> ForwardTiles:
     """Tiles of one call; `listed` walks need pairs of 64-key blocks, and as many rows as the lists' tiles."""
     if d_k > 128:
-        return ForwardTiles(2, 64 if not listed else 128, 2 if not listed else 1, 240)
+        return ForwardTiles(2, 64, 2, 240)
     if listed and block_q == 64:
         return ForwardTiles(1, 128, 2, 240)
     if padded(d_k) == 128 or padded(d_v) == 128:

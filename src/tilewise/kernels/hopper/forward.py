@@ -67,13 +67,13 @@ class Buffers:
 @gluon.jit
 def _produce(
     schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc,
-    H: gl.constexpr, G: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, LIST_G: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = buffers.query.shape[0]
     STAGES: gl.constexpr = buffers.key.shape[0]
     BLOCK_N: gl.constexpr = buffers.key.shape[1]
     D_K: gl.constexpr = buffers.query.shape[2]
-    ROWS: gl.constexpr = 64 * GROUPS // PACK
+    ROWS: gl.constexpr = 64 * GROUPS
     THREADS: gl.constexpr = 128 * GROUPS + 32
     BYTES: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
     D_K_ALL: gl.constexpr = D_K + buffers.D_K2
@@ -86,21 +86,20 @@ def _produce(
     first_item = item
     item_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     while item < items:
-        walk = key_walk(schedule, item, ranks, H, PACK, LIST_G, ROWS, BLOCK_N)
+        walk = key_walk(schedule, item, ranks, H, LIST_G, ROWS, BLOCK_N)
         next_item = schedule.take()
         if item != first_item:
             barrier_sync(Q_EMPTY, THREADS)
         buffers.item.store(gl.full([1], item, gl.int32, item_layout))
         mbarrier.expect(buffers.query_full, GROUPS * 64 * D_K_ALL * BYTES)
         for group in gl.static_range(GROUPS):
-            row = walk.query_start + walk.row_start + (0 if PACK > 1 else group * 64)
-            head = walk.head + (group if PACK > 1 else 0)
+            row = walk.query_start + walk.row_start + group * 64
             tma.async_copy_global_to_shared(
-                q_desc, [walk.batch, row, head, 0], buffers.query_full, buffers.query.index(group)
+                q_desc, [walk.batch, row, walk.head, 0], buffers.query_full, buffers.query.index(group)
             )
             if buffers.D_K2 > 0:
                 tma.async_copy_global_to_shared(
-                    q2_desc, [walk.batch, row, head, D_K], buffers.query_full, buffers.query2.index(group)
+                    q2_desc, [walk.batch, row, walk.head, D_K], buffers.query_full, buffers.query2.index(group)
                 )
         kv_head = walk.head // G
         one, two = walk.keys_of(0)
@@ -190,14 +189,14 @@ def _softmax(scores, maximum, total, scale_log2):
 @gluon.jit
 def _consume(
     CID: gl.constexpr, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2,
-    H: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr,
+    H: gl.constexpr, LIST_G: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr,
     D_V_TRUE: gl.constexpr, TURNS: gl.constexpr, QREG: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = buffers.query.shape[0]
     STAGES: gl.constexpr = buffers.key.shape[0]
     BLOCK_N: gl.constexpr = buffers.key.shape[1]
     D_V: gl.constexpr = buffers.value.shape[2]
-    ROWS: gl.constexpr = 64 * GROUPS // PACK
+    ROWS: gl.constexpr = 64 * GROUPS
     THREADS: gl.constexpr = 128 * GROUPS + 32
     dtype: gl.constexpr = buffers.value.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -223,8 +222,8 @@ def _consume(
     mbarrier.wait(buffers.query_full, query_phase)
     item = gl.max(buffers.item.load(item_layout), 0)
     while item < items:
-        walk = key_walk(schedule, item, ranks, H, PACK, LIST_G, ROWS, BLOCK_N)
-        row = walk.row_start + (0 if PACK > 1 else CID * 64) + gl.arange(0, 64, row_layout)
+        walk = key_walk(schedule, item, ranks, H, LIST_G, ROWS, BLOCK_N)
+        row = walk.row_start + CID * 64 + gl.arange(0, 64, row_layout)
         position = row + walk.key_length - walk.query_length
         zero_begin = gl.to_tensor(0)
         if schedule.WINDOW:
@@ -287,12 +286,11 @@ def _consume(
         dead = total == 0.0
         divisor = gl.where(dead, 1.0, total)
         lse = gl.where(dead, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
-        head = walk.head + (CID if PACK > 1 else 0)
         share = gl.where(dead, 0.0, 1.0 / divisor)
         if SINK:
-            sink = gl.load(sink_ptr + head)
+            sink = gl.load(sink_ptr + walk.head)
             share = gl.where(dead, 0.0, share / (1.0 + gl.exp2((sink - lse) * LOG2_E)))
-        lse_row = (walk.batch * H + head).to(gl.int64) * schedule.T_q + walk.query_start
+        lse_row = (walk.batch * H + walk.head).to(gl.int64) * schedule.T_q + walk.query_start
         gl.store(lse_ptr + lse_row + row, lse, mask=row < walk.query_length)
         out = warpgroup_mma_wait(0, deps=[out])
         barrier_arrive(V_EMPTY + value_stage, THREADS)
@@ -302,7 +300,7 @@ def _consume(
         result = gl.where(share == 0.0, 0.0, out * share).to(dtype)
         store_rows(
             result, out_smem, o_desc, out_ptr, walk.batch, walk.query_start,
-            walk.row_start + (0 if PACK > 1 else CID * 64), walk.query_length, schedule.T_q, head,
+            walk.row_start + CID * 64, walk.query_length, schedule.T_q, walk.head,
             H, D_V_TRUE, schedule.PACKED,
         )  # fmt: skip
         query_phase = query_phase ^ 1
@@ -318,7 +316,7 @@ FORWARD_NOT_SPECIALISED = ["heads", "tiles", "section", "T_q", "T_k", "window", 
 def forward_kernel(
     q_desc, q2_desc, k_desc, k2_desc, v_desc, o_desc, out_ptr, lse_ptr, sink_ptr, plan_ptr, counts_ptr, lists_ptr, counter_ptr,
     heads, tiles, section, T_q, T_k, window, list_capacity, scale_log2,
-    H: gl.constexpr, G: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, LIST_G: gl.constexpr,
     D_K: gl.constexpr, D_K2: gl.constexpr, D_V: gl.constexpr, D_V_TRUE: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
@@ -353,33 +351,33 @@ def forward_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
+                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, LIST_G)),
             ],
             [1], [24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
+                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, LIST_G)),
             ],
             [4, 1], [CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (0, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (1, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_consume, (2, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, PACK, LIST_G, SINK,
+                (_consume, (2, schedule, buffers, o_desc, out_ptr, lse_ptr, sink_ptr, scale_log2, H, LIST_G, SINK,
                             CLEAR, D_V_TRUE, TURNS, QREG)),
-                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, PACK, LIST_G)),
+                (_produce, (schedule, buffers, q_desc, q2_desc, k_desc, k2_desc, v_desc, H, G, LIST_G)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
         )  # fmt: skip

@@ -101,7 +101,6 @@ def _consume(
     dk_desc, dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, D_K_TRUE: gl.constexpr,
     D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
-    LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = query.shape[0]
     BLOCK_M: gl.constexpr = query.shape[1]
@@ -152,13 +151,6 @@ def _consume(
         column = gl.arange(0, ROWS, column_layout)
         MY_ROWS: gl.constexpr = (CID * 64) if SPLIT_ROWS else 0
         steps = walk.steps * G
-        left_k = k
-        left_v = v
-        if LEFT_IN_REGISTERS:
-            # where registers are free for the left operands: a third less to read from shared memory
-            operand_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
-            left_k = k.load(operand_layout)
-            left_v = v.load(operand_layout)
         for index in range(steps):
             member = index // walk.steps
             one, two = walk.rows_of(index - member * walk.steps)
@@ -177,8 +169,8 @@ def _consume(
                 clear_rows(dout.index(stage), one, two, row_low, walk.query_length)
             q = query.index(stage).slice(MY_ROWS, 64, 0)
             g = dout.index(stage).slice(MY_ROWS, 64, 0)
-            scores = warpgroup_mma(left_k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
-            dprobability = warpgroup_mma(left_v, g.permute((1, 0)), dprobability, use_acc=False, is_async=True)
+            scores = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+            dprobability = warpgroup_mma(v, g.permute((1, 0)), dprobability, use_acc=False, is_async=True)
             if DELAY:
                 dv = warpgroup_mma(operand, dout.index(last_stage).slice(MY_ROWS, 64, 0), dv, is_async=True)
                 dk = warpgroup_mma(doperand, query.index(last_stage).slice(MY_ROWS, 64, 0), dk, is_async=True)
@@ -278,7 +270,6 @@ def key_gradient_kernel(
     D_K: gl.constexpr, D_V: gl.constexpr, D_K_TRUE: gl.constexpr, D_V_TRUE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
     CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
-    LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`dk` [B, T_k, H_KV, D_K_TRUE], `dv` [.., D_V_TRUE], contiguous; with REDUCE `dq` fp32 by its descriptor."""
     dtype: gl.constexpr = q_desc.dtype
@@ -307,12 +298,10 @@ def key_gradient_kernel(
         [
             (_consume, (0, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY,
-                        LEFT_IN_REGISTERS)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
             (_consume, (1, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY,
-                        LEFT_IN_REGISTERS)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
             (_produce, (schedule, key, value, query, dout, keys_full, full, q_desc, g_desc, k_desc, v_desc,
                         H_KV, G, LIST_HEADS, LIST_ROWS)),
         ],

@@ -26,7 +26,7 @@ EMPTY = gl.constexpr(5)  # hardware barriers, one for each stage
 @gluon.jit
 def _produce(
     schedule, query, dout, key, value, rows_full, full, q_desc, g_desc, k_desc, v_desc,
-    H: gl.constexpr, G: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, LIST_G: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = query.shape[0]
     STAGES: gl.constexpr = key.shape[0]
@@ -37,13 +37,12 @@ def _produce(
     ranks = schedule.ranks()
     item = gl.program_id(0)
     if item < schedule.heads * ranks:
-        walk = key_walk(schedule, item, ranks, H, PACK, LIST_G, 64 * GROUPS // PACK, BLOCK_N)
+        walk = key_walk(schedule, item, ranks, H, LIST_G, 64 * GROUPS, BLOCK_N)
         mbarrier.expect(rows_full, GROUPS * 64 * COLUMNS * BYTES)
         for group in gl.static_range(GROUPS):
-            row = walk.query_start + walk.row_start + (0 if PACK > 1 else group * 64)
-            head = walk.head + (group if PACK > 1 else 0)
-            tma.async_copy_global_to_shared(q_desc, [walk.batch, row, head, 0], rows_full, query.index(group))
-            tma.async_copy_global_to_shared(g_desc, [walk.batch, row, head, 0], rows_full, dout.index(group))
+            row = walk.query_start + walk.row_start + group * 64
+            tma.async_copy_global_to_shared(q_desc, [walk.batch, row, walk.head, 0], rows_full, query.index(group))
+            tma.async_copy_global_to_shared(g_desc, [walk.batch, row, walk.head, 0], rows_full, dout.index(group))
         kv_head = walk.head // G
         stage = ranks * 0
         for step in range(walk.steps):
@@ -90,7 +89,7 @@ def _score_gradient(
 def _consume(
     CID: gl.constexpr, schedule, query, dout, key, value, rows_full, full, dq_desc, dq_ptr,
     lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
-    H: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr, D_TRUE: gl.constexpr, SINK: gl.constexpr,
+    H: gl.constexpr, LIST_G: gl.constexpr, D_TRUE: gl.constexpr, SINK: gl.constexpr,
     CLEAR: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = query.shape[0]
@@ -106,9 +105,8 @@ def _consume(
     ranks = schedule.ranks()
     item = gl.program_id(0)
     if item < schedule.heads * ranks:
-        walk = key_walk(schedule, item, ranks, H, PACK, LIST_G, 64 * GROUPS // PACK, BLOCK_N)
-        first_row = walk.row_start + (0 if PACK > 1 else CID * 64)
-        head = walk.head + (CID if PACK > 1 else 0)
+        walk = key_walk(schedule, item, ranks, H, LIST_G, 64 * GROUPS, BLOCK_N)
+        first_row = walk.row_start + CID * 64
         row = first_row + gl.arange(0, 64, row_layout)
         offset = walk.key_length - walk.query_length
         position = row + offset
@@ -116,7 +114,7 @@ def _consume(
         if schedule.WINDOW:
             zero_begin = offset - schedule.window + 1
         inside = row < walk.query_length
-        statistic = (walk.batch * H + head).to(gl.int64) * schedule.T_q + walk.query_start + row
+        statistic = (walk.batch * H + walk.head).to(gl.int64) * schedule.T_q + walk.query_start + row
         lse2 = gl.load(lse2_ptr + statistic, mask=inside, other=float("inf"))
         delta = gl.load(delta_ptr + statistic, mask=inside, other=0.0)
         weight = delta
@@ -166,7 +164,8 @@ def _consume(
         # a choice: NaN of a key in the same tile must not reach a row that sees nothing
         result = gl.where(dead, 0.0, dq * scale).to(dtype)
         store_rows(
-            result, q, dq_desc, dq_ptr, walk.batch, walk.query_start, first_row, walk.query_length, schedule.T_q, head,
+            result, q, dq_desc, dq_ptr, walk.batch, walk.query_start, first_row, walk.query_length, schedule.T_q,
+            walk.head,
             H, D_TRUE, schedule.PACKED,
         )  # fmt: skip
         tma.store_wait(0)
@@ -179,7 +178,7 @@ NOT_SPECIALISED = ["heads", "tiles", "section", "T_q", "T_k", "window", "list_ca
 def query_gradient_kernel(
     q_desc, g_desc, k_desc, v_desc, dq_desc, dq_ptr, lse2_ptr, delta_ptr, weight_ptr, plan_ptr, counts_ptr, lists_ptr,
     heads, tiles, section, T_q, T_k, window, list_capacity, scale_log2, scale,
-    H: gl.constexpr, G: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, LIST_G: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
     D_TRUE: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
     CLEAR: gl.constexpr,
@@ -204,9 +203,9 @@ def query_gradient_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, schedule, query, dout, key, value, rows_full, full, dq_desc, dq_ptr, lse2_ptr, delta_ptr,
-                            weight_ptr, scale_log2, scale, H, PACK, LIST_G, D_TRUE, SINK, CLEAR)),
+                            weight_ptr, scale_log2, scale, H, LIST_G, D_TRUE, SINK, CLEAR)),
                 (_produce, (schedule, query, dout, key, value, rows_full, full, q_desc, g_desc, k_desc, v_desc,
-                            H, G, PACK, LIST_G)),
+                            H, G, LIST_G)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -214,11 +213,11 @@ def query_gradient_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, schedule, query, dout, key, value, rows_full, full, dq_desc, dq_ptr, lse2_ptr, delta_ptr,
-                            weight_ptr, scale_log2, scale, H, PACK, LIST_G, D_TRUE, SINK, CLEAR)),
+                            weight_ptr, scale_log2, scale, H, LIST_G, D_TRUE, SINK, CLEAR)),
                 (_consume, (1, schedule, query, dout, key, value, rows_full, full, dq_desc, dq_ptr, lse2_ptr, delta_ptr,
-                            weight_ptr, scale_log2, scale, H, PACK, LIST_G, D_TRUE, SINK, CLEAR)),
+                            weight_ptr, scale_log2, scale, H, LIST_G, D_TRUE, SINK, CLEAR)),
                 (_produce, (schedule, query, dout, key, value, rows_full, full, q_desc, g_desc, k_desc, v_desc,
-                            H, G, PACK, LIST_G)),
+                            H, G, LIST_G)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip

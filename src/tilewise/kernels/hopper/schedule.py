@@ -4,7 +4,7 @@ Symbols in every kernel file of this folder:
     B, H_Q, H_KV, G     batch, query heads, KV heads, query heads per KV head
     D_K, D_V            head dims as the kernel works on them: powers of two; columns past the tensor's end read as zero
     GROUPS              consumer groups of a program, 64 query rows each
-    ROWS                query rows of a tile: 64 GROUPS, or 64 when the groups hold PACK = GROUPS heads of the same rows
+    ROWS                query rows of a tile: 64 GROUPS
     BLOCK_N             keys of a tile (two listed blocks of 64, when walks are lists)
     T_q, T_k            tokens of the call; query_length, key_length those of one sequence
 Positions are local to the sequence; a query row t stands at position t + key_length - query_length.
@@ -20,7 +20,7 @@ LISTED_BLOCK = gl.constexpr(64)
 class Schedule:
     """The order of the items of a call, and where their walks are described."""
 
-    heads: gl.tensor  # B * H_Q / PACK (or B * H_KV)
+    heads: gl.tensor  # B * H_Q (or B * H_KV)
     tiles: gl.tensor  # per head
     counter: gl.tensor  # pointer to a zero: items taken so far beyond each program's first
     section: gl.tensor  # heads whose keys and values share the L2 cache
@@ -104,7 +104,7 @@ class KeyWalk:
     """One item of the forward or of the query gradient: a query tile and the key tiles it visits."""
 
     batch: gl.tensor
-    head: gl.tensor  # first query head
+    head: gl.tensor
     query_start: gl.tensor
     query_length: gl.tensor
     key_start: gl.tensor
@@ -163,13 +163,13 @@ class KeyWalk:
 
 @gluon.jit
 def key_walk(
-    schedule, item, ranks, H: gl.constexpr, PACK: gl.constexpr, LIST_G: gl.constexpr, ROWS: gl.constexpr,
+    schedule, item, ranks, H: gl.constexpr, LIST_G: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The KeyWalk of one item. H: query heads; LIST_G: query heads that share a list."""
     head_index, rank = schedule.head_and_rank(item, ranks)
-    batch = head_index // (H // PACK)
-    head = (head_index - batch * (H // PACK)) * PACK
+    batch = head_index // H
+    head = head_index - batch * H
     query_start, query_length, key_start, key_length, tile, list_tile = schedule.place(rank, schedule.CAUSAL)
     row_start = tile * ROWS
     zero = rank * 0
