@@ -17,9 +17,7 @@ from benchmarks.registry import Floors, Operation
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 ROUNDS = 3
-WARMUP_MS, REPEAT_MS = 15, 60  # of one turn of one call
-FEWEST, MOST = 3, 100  # calls timed in one turn, however long or short they are
-FLUSH_BYTES = 2**28  # written before a timed call, so that it finds nothing in the L2 cache
+WARMUP_MS, REPEAT_MS = 15, 60
 
 
 class CheckFailed(Exception):
@@ -135,37 +133,13 @@ def timed_call(candidate: Candidate, which: Pass) -> Callable[[], object]:
 
 def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     """Milliseconds of each call, taken in turns, so that a clock that drifts meets all alike; cold L2 cache."""
+    from triton.testing import do_bench
+
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            times[name].extend(turn(call))
+            times[name].extend(do_bench(call, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="all"))
     return times
-
-
-def turn(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of some calls in a row on the GPU, after one that is not counted and as many more as warm it up.
-
-    What triton.testing.do_bench does, but with one call instead of six before the first that counts: calls here last up to
-    a tenth of a second.
-    """
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        start.record()
-        call()
-        end.record()
-        return start, end
-
-    start, end = once()
-    torch.cuda.synchronize()
-    estimate = max(start.elapsed_time(end), 1e-3)
-    for _ in range(min(MOST, int(WARMUP_MS / estimate))):
-        once()
-    events = [once() for _ in range(min(MOST, max(FEWEST, int(REPEAT_MS / estimate))))]
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
 
 
 def quantiles(times: list[float]) -> dict[str, float]:

@@ -1,6 +1,10 @@
-"""The dense calls that every GPU path is judged on."""
+"""What every GPU path is judged on: dense calls, and that a step can be captured in a CUDA graph."""
 
+from collections.abc import Callable, Sequence
+
+import torch
 from judge import Case
+from torch import Tensor
 
 PACKED = (0, 0, 170, 171, 430, 613)
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (96, 96), (80, 80), (40, 40), (20, 20), (64, 128))
@@ -23,3 +27,25 @@ CASES = [
     Case("transposed", 2, 310, 310, 4, 2, 64, 64, causal=True, layout="transposed"),
     Case("last dim strided", 1, 310, 310, 2, 1, 64, 64, causal=True, layout="sliced"),
 ]  # fmt: skip
+
+
+def check_capture(step: Callable[[], Sequence[Tensor]]) -> None:
+    """Assert that a step never waits for the device, and that its replay in a CUDA graph gives the same bits."""
+    # autograd remembers the stream of a leaf's first use: it has to be the one that is captured
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = step()
+    for tensor in captured:
+        tensor.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import CASES
+from gpu_cases import CASES, check_capture
 from judge import Case, gradients, judge, relative_error
 from tolerances import kernel_error_limit
 
@@ -83,18 +83,18 @@ def lists(block_q: int, heads: int, tiles: int, blocks: int, count: int) -> torc
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 200)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("d_k", "d_v"), [(64, 64), (128, 128), (64, 128)])
 @pytest.mark.parametrize("block_q", [64, 128])
-def test_lists(block_q: int, head_dim: int, causal: bool, window: int | None, packed: bool, monkeypatch) -> None:
+def test_lists(block_q: int, d_k: int, d_v: int, causal: bool, window: int | None, packed: bool, monkeypatch) -> None:
     launches = CountedLaunches(monkeypatch)
     length, heads, kv_heads = 900, 4, 2
     tensors = {
-        name: torch.randn(1, length, h, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for name, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        name: torch.randn(1, length, h, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for name, h, dim in (("q", heads, d_k), ("k", kv_heads, d_k), ("v", kv_heads, d_v))
     }
     tensors["sink"] = torch.randn(heads, device="cuda", requires_grad=True)
     tensors |= {
-        "dout": torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16),
+        "dout": torch.randn(1, length, heads, d_v, device="cuda", dtype=torch.bfloat16),
         "dlse": torch.randn(1, length, heads, device="cuda"),
     }
     tiles = -(-length // block_q) + (3 if packed else 0)
@@ -125,17 +125,27 @@ def test_lists(block_q: int, head_dim: int, causal: bool, window: int | None, pa
         terms = (tensors["dout"].double() * exact["out"]).sum(-1).abs().sum((0, 1)).norm()
         amplification = float(terms / truth.norm()) if name == "dsink" else 1.0
         error, limit = relative_error(mine, truth), kernel_error_limit(peer, dtype, amplification)
-        print(f"lists of {block_q} rows, D={head_dim} {name:>5}: error {error:.2e}, limit {limit:.2e}")
+        print(f"lists of {block_q} rows, D={d_k}/{d_v} {name:>5}: error {error:.2e}, limit {limit:.2e}")
         assert error <= limit, name
 
 
-def test_integers_are_exact() -> None:
-    q, k, v = (torch.randint(-2, 3, (1, 384, 2, 128), device="cuda").to(torch.bfloat16) for _ in range(3))
-    k[:, 1:] = k[:, :1]  # every key alike: the probabilities are 1 / 384 up to one rounding, the sums integers
-    out, lse = tilewise.attend(q, k, v, return_lse=True, impl="hopper", scale=1.0)
-    scores = torch.einsum("bthd,bhd->bth", q.double(), k[:, 0].double())
-    torch.testing.assert_close(lse.double(), scores + torch.log(torch.tensor(384.0)).double(), atol=1e-4, rtol=1e-6)
-    torch.testing.assert_close(out.double(), v.double().mean(1, keepdim=True).expand_as(out), atol=2e-3, rtol=8e-3)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_integers_are_exact(head_dim: int, deterministic: bool) -> None:
+    """Every row puts all its weight on its own key, and values and gradients are integers: products have no rounding."""
+    torch.manual_seed(0)
+    length = 300
+    code = (torch.randint(0, 2, (1, length, 2, head_dim), device="cuda") * 2 - 1).to(torch.bfloat16)
+    q, k = code.clone().requires_grad_(), code.clone().requires_grad_()
+    v, dout = (torch.randint(-8, 9, code.shape, device="cuda").to(torch.bfloat16) for _ in range(2))
+    v.requires_grad_()
+    # random codes of this many signs differ in ten places or more, 20 in q . k; 8 times that is exp(-160), which is 0
+    out, lse = tilewise.attend(q, k, v, scale=8.0, return_lse=True, impl="hopper", deterministic=deterministic)
+    dq, dk, dv = torch.autograd.grad(out, [q, k, v], dout)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(lse, torch.full_like(lse, 8.0 * head_dim), atol=0, rtol=1e-6)
+    assert torch.equal(dv, dout)
+    assert not dq.any() and not dk.any()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -156,6 +166,19 @@ def test_nan_of_unseen_tokens_reaches_nothing(deterministic: bool) -> None:
     out = tilewise.attend(*leaves, causal=True, impl="hopper", deterministic=deterministic)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert all(torch.isfinite(x).all() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_nan_of_one_head_stays_in_it(deterministic: bool) -> None:
+    """The last tile of a head reaches past its rows, to where the next head's stand."""
+    q, k, v, dout = (torch.randn(1, 131, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for tensor in (q, k, v, dout):
+        tensor[:, :, 1] = float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sink = torch.zeros(2, device="cuda")
+    out = tilewise.attend(*leaves, causal=True, sink=sink, impl="hopper", deterministic=deterministic)
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.isfinite(x[:, :, 0]).all() for x in (out, *grads))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -191,23 +214,7 @@ def test_no_host_synchronisation_and_cuda_graph() -> None:
             results += [out, *torch.autograd.grad(out, [q, k, v], dout)]
         return results
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        captured = step()
-    for tensor in captured:
-        tensor.detach().fill_(float("nan"))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    check_capture(step)
 
 
 def test_auto_takes_this_path_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

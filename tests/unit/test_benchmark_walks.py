@@ -141,8 +141,8 @@ class TestCheck:
         assert not measure.assess(Ours("eager", wrong, case), judge)[0].passed
 
 
-def on_the_cpu(call):
-    """`measure.turn` without a GPU."""
+def on_the_cpu(call, **options):
+    """`triton.testing.do_bench` without a GPU."""
     start = time.perf_counter()
     call()
     return [1e3 * (time.perf_counter() - start)]
@@ -158,7 +158,7 @@ def cpu(monkeypatch):
         return attend(*tensors, impl=stand_ins.get(impl, impl), **arguments)
 
     monkeypatch.setattr(tilewise, "attend", standing_in)
-    monkeypatch.setattr(measure, "turn", on_the_cpu)
+    monkeypatch.setattr("triton.testing.do_bench", on_the_cpu)
     monkeypatch.setattr(measure, "peak_mib", lambda call: 1.0)
     return lambda operation, case, seed: measure.measure_case(operation, case, seed, device="cpu")
 
@@ -224,35 +224,10 @@ class TestRun:
 
     def test_turns(self, monkeypatch):
         order = []
-        monkeypatch.setattr(measure, "turn", lambda call: [call()])
+        monkeypatch.setattr("triton.testing.do_bench", lambda call, **options: [call()])
         calls = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
         assert measure.interleaved(calls) == {"a": [1.0, 3.0, 5.0], "b": [2.0, 4.0, 6.0]}
         assert order == list("ababab")
-
-    @pytest.mark.parametrize(("ms", "warm_up", "timed"), [(100.0, 0, 3), (5.0, 3, 12), (1e-4, 100, 100)])
-    def test_a_turn_is_short(self, ms, warm_up, timed, monkeypatch):
-        clock, calls = [0.0], []
-
-        class Event:
-            def __init__(self, enable_timing):
-                pass
-
-            def record(self):
-                self.at = clock[0]
-
-            def elapsed_time(self, end):
-                return end.at - self.at
-
-        def call():
-            calls.append(1)
-            clock[0] += ms
-
-        flush = torch.zeros(1)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch, "empty", lambda *size, **options: flush)
-        assert measure.turn(call) == pytest.approx([ms] * timed)
-        assert len(calls) == 1 + warm_up + timed
 
     def test_arguments(self, capsys):
         for arguments in (["dense", "--only", "nobody"], ["packed", "--batch", "2"], ["dense", "--batch", "0"]):

@@ -82,20 +82,33 @@ class _DenseAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, dsink if sink is not None else None, None, None, None
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """Autograd of `tilewise::dense_backward`: it has none, and says so instead of returning constants."""
+def forbid_second_derivative(operator: str, path: str) -> None:
+    """Register the autograd of a backward operator: it has none, and says so instead of returning constants.
 
-    @staticmethod
-    def forward(ctx, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilewise.dense_backward(*arguments)
+    Args:
+        operator: name in the namespace tilewise.
+        path: what the message calls the implementation.
+    """
+    call = getattr(torch.ops.tilewise, operator)
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(
-            "attend: expected one differentiation, got a second one through the Triton backward; "
-            "impl='reference' is differentiable twice"
-        )
+    class OnceDifferentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            with torch._C._AutoDispatchBelowAutograd():
+                return call(*arguments)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise NotImplementedError(
+                f"attend: expected one differentiation, got a second one through the {path} backward; "
+                "impl='reference' is differentiable twice"
+            )
+
+    @torch.library.impl(f"tilewise::{operator}", "Autograd")
+    def differentiate(*arguments):
+        if torch.is_grad_enabled():
+            return OnceDifferentiable.apply(*arguments)
+        return OnceDifferentiable.forward(None, *arguments)
 
 
 @torch.library.impl("tilewise::dense_forward", "Autograd")
@@ -103,11 +116,7 @@ def _forward_autograd(*arguments):
     return _DenseAttention.apply(*arguments)
 
 
-@torch.library.impl("tilewise::dense_backward", "Autograd")
-def _backward_autograd(*arguments):
-    if torch.is_grad_enabled():
-        return _OnceDifferentiable.apply(*arguments)
-    return _OnceDifferentiable.forward(None, *arguments)
+forbid_second_derivative("dense_backward", "Triton")
 
 
 def dense_attention(

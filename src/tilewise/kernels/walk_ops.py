@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from tilewise.kernels.ops import forbid_second_derivative
 from tilewise.layout import Visibility
 from tilewise.selection import Selection
 
@@ -78,32 +79,12 @@ class _WalkAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, dsink if sink is not None else None, *(None,) * 6
 
 
-class _OnceDifferentiable(torch.autograd.Function):
-    """Autograd of `tilewise::hopper_backward`: it has none, and says so."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.tilewise.hopper_backward(*arguments)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(
-            "attend: expected one differentiation, got a second one through the Hopper backward; "
-            "impl='reference' is differentiable twice"
-        )
-
-
 @torch.library.impl("tilewise::hopper_forward", "Autograd")
 def _forward_autograd(*arguments):
     return _WalkAttention.apply(*arguments)
 
 
-@torch.library.impl("tilewise::hopper_backward", "Autograd")
-def _backward_autograd(*arguments):
-    if torch.is_grad_enabled():
-        return _OnceDifferentiable.apply(*arguments)
-    return _OnceDifferentiable.forward(None, *arguments)
+forbid_second_derivative("hopper_backward", "Hopper")
 
 
 @functools.cache
@@ -114,7 +95,7 @@ def _refusal_of(index: int) -> str | None:
         return f"device {torch.cuda.get_device_name(index)} (needs compute capability 9.0)"
     try:
         from tilewise.kernels.hopper import compat
-    except ImportError as error:
+    except (ImportError, AttributeError, TypeError) as error:  # whatever another version has made of the interface
         reason = f"this triton ({error})"
     else:
         reason = compat.unsupported()

@@ -10,9 +10,8 @@ from tilewise.kernels.hopper.config import backward_covers
 from tilewise.kernels.hopper.launch import Lists, WalkCall
 from tilewise.kernels.triton import dense as portable
 from tilewise.kernels.triton.dense_backward import launch_prepare
+from tilewise.kernels.triton.dense_forward import empty_outputs
 from tilewise.kernels.triton.launch import device_of
-
-STATISTICS_SLACK = 256  # rows that a tile may read past the last one
 
 
 def forward(
@@ -21,14 +20,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Out `[B, T_q, H_q, d_v]` and lse `[B, H_q, T_q]`; see kernels/walk_ops.py."""
     q, k, v = (readable(x) for x in (q, k, v))
-    batch, query_length, heads, _ = q.shape
-    out = torch.empty(batch, query_length, heads, v.shape[3], dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, query_length, dtype=torch.float32, device=q.device)
+    call = WalkCall(q, k, v, cu_q, cu_k, causal, window, scale)
+    out, lse = empty_outputs(call.portable, q)
     if out.numel() == 0:
         return out, lse
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    call = WalkCall(q, k, v, cu_q, cu_k, causal, window, scale)
     with device_of(q):
         launch.launch_forward(call, q, k, v, sink, out, lse, Lists.forward(call, ids, block_q))
     return out, lse
@@ -40,12 +37,10 @@ def backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and sink (empty without one); see kernels/walk_ops.py."""
-    if ids is None and (not backward_covers(q.shape[3], v.shape[3]) or out.numel() == 0 or k.numel() == 0):
-        # one convention for (out, lse): what this path does not cover, the portable kernels finish
+    if not backward_covers(q.shape[3], v.shape[3]) or out.numel() == 0 or k.numel() == 0:
+        # one convention for (out, lse): what this path does not cover, the portable kernels finish; lists never come here
+        # with head dims that are not covered, and where there is nothing to attend they change nothing
         return portable.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, sink, causal, window, scale)
-    if out.numel() == 0 or k.numel() == 0:
-        dsink = torch.zeros(q.shape[2] if sink is not None else 0, dtype=torch.float32, device=q.device)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsink
     q, k, v, dout = (readable(x) for x in (q, k, v, dout))
     call = WalkCall(q, k, v, cu_q, cu_k, causal, window, scale)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -53,7 +48,7 @@ def backward(
     dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
     with device_of(q):
         statistics = launch_prepare(
-            call.portable(), dout, dlse.contiguous(), out.contiguous(), lse.contiguous(), sink, dq, STATISTICS_SLACK
+            call.portable, dout, dlse.contiguous(), out.contiguous(), lse.contiguous(), sink, dq
         )
         if deterministic or ids is not None:
             lists = Lists.forward(call, ids, block_q)

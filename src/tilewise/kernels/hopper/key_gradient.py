@@ -2,12 +2,14 @@
 
     producer warp      K and V of the tile once, then Q and dO tiles through a ring of STAGES
     consumer groups    64 keys x 64 rows each:  S^T = K Q^T,  P^T = exp2(S^T - lse),  dV += P^T dO,  dP^T = V dO^T,
-                       dS^T = P^T (w dP^T - delta),  dK += dS^T Q  (in flight while the next tile's S^T is)
+                       dS^T = P^T (w dP^T - delta),  dK += dS^T Q
+                       with DELAY the products of dV and dK run under the exponentials of the next tile
 
 Computed walks: the groups hold 64 keys each and share the 64 rows of a step. Listed walks: they share 64 keys and take 64 of
 a step's 128 rows each; their sums meet at the end, group 0's first. The G query heads of a KV head follow each other in one
 loop, so that sums over a group are made in fp32 registers, in a fixed order.
 
+RAGGED: some tile of rows reaches past the end of its sequence; where none does, its registers are saved.
 With REDUCE the queries' gradient is made here too, five products instead of seven: dS of both groups goes to shared memory,
 each group multiplies it with half of K's columns, and the copy engine adds the tile to fp32 memory in no fixed order.
 
@@ -96,11 +98,21 @@ def _add_query_gradient(dq, dq_smem, dq_desc, walk, start, head, CID: gl.constex
 
 
 @gluon.jit
+def _row_numbers(pointer, rows_left, LAYOUT: gl.constexpr, RAGGED: gl.constexpr):
+    """Numbers of the 64 rows of a tile. RAGGED: 0 past the sequence's end, where another head's or sequence's may be NaN."""
+    column = gl.arange(0, 64, LAYOUT)
+    if RAGGED:
+        return gl.load(pointer + column, mask=column < rows_left, other=0.0)
+    return gl.load(pointer + column)
+
+
+@gluon.jit
 def _consume(
     CID: gl.constexpr, schedule, key, value, query, dout, dscores_smem, dq_smem, keys_full, full,
     dk_desc, dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale,
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr, D_K_TRUE: gl.constexpr,
-    D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
+    D_V_TRUE: gl.constexpr, SINK: gl.constexpr, CLEAR: gl.constexpr, RAGGED: gl.constexpr, REDUCE: gl.constexpr,
+    DELAY: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = query.shape[0]
     BLOCK_M: gl.constexpr = query.shape[1]
@@ -148,7 +160,6 @@ def _consume(
         # with DELAY the first step's products with the step before it add 0
         operand = gl.convert_layout(scores.to(dtype), v_operand)
         doperand = gl.convert_layout(scores.to(dtype), k_operand)
-        column = gl.arange(0, ROWS, column_layout)
         MY_ROWS: gl.constexpr = (CID * 64) if SPLIT_ROWS else 0
         steps = walk.steps * G
         for index in range(steps):
@@ -158,7 +169,6 @@ def _consume(
             if SPLIT_ROWS:
                 start = one if CID == 0 else two
             head = walk.kv_head * G + member
-            # rows past the sequence read another head's numbers, or the slack after the last one's: finite, and masked
             statistic = (walk.batch * H + head).to(gl.int64) * schedule.T_q + walk.query_start + start
             # computed, not carried: the compiler loses a carried copy of the stage
             last_stage = gl.where(index == 0, stage, gl.where(stage == 0, STAGES - 1, stage - 1))
@@ -174,14 +184,15 @@ def _consume(
             if DELAY:
                 dv = warpgroup_mma(operand, dout.index(last_stage).slice(MY_ROWS, 64, 0), dv, is_async=True)
                 dk = warpgroup_mma(doperand, query.index(last_stage).slice(MY_ROWS, 64, 0), dk, is_async=True)
-            lse2 = gl.load(lse2_ptr + statistic + column)
+            rows_left = walk.query_length - start
+            lse2 = _row_numbers(lse2_ptr + statistic, rows_left, column_layout, RAGGED)
             if DELAY:
                 scores, dprobability = warpgroup_mma_wait(2, deps=[scores, dprobability])
             else:
                 scores = warpgroup_mma_wait(1, deps=[scores])
             probability = gl.exp2(scores * scale_log2 - gl.expand_dims(lse2, 0))
             if masked:
-                row = start + column
+                row = start + gl.arange(0, ROWS, column_layout)
                 visible = gl.expand_dims(key_index < walk.key_length, 1) & gl.expand_dims(row < walk.query_length, 0)
                 if schedule.CAUSAL:
                     visible = visible & (gl.expand_dims(key_index, 1) <= gl.expand_dims(row + offset, 0))
@@ -192,11 +203,11 @@ def _consume(
                 probability = gl.where(visible, probability, 0.0)
             shared = probability
             if SINK:
-                weight = gl.expand_dims(gl.load(weight_ptr + statistic + column), 0)
+                weight = gl.expand_dims(_row_numbers(weight_ptr + statistic, rows_left, column_layout, RAGGED), 0)
                 shared = probability * weight
             if not DELAY:
                 operand = gl.convert_layout(shared.to(dtype), v_operand)
-            delta = gl.load(delta_ptr + statistic + column)
+            delta = _row_numbers(delta_ptr + statistic, rows_left, column_layout, RAGGED)
             if not DELAY:
                 dprobability = warpgroup_mma_wait(0, deps=[dprobability])
             if SINK:
@@ -236,14 +247,15 @@ def _consume(
             # every tile has been read by both groups before group 1's sums take its place
             barrier_sync(MEET, 256)
             exchange_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-            exchange = query._reinterpret(gl.float32, [2, 64, D_K], exchange_layout)
+            other_dk = query._reinterpret(gl.float32, [64, D_K], exchange_layout)
+            other_dv = dout._reinterpret(gl.float32, [64, D_V], exchange_layout)
             if CID == 1:
-                exchange.index(0).store(dk)
-                exchange.index(1).store(dv)
+                other_dk.store(dk)
+                other_dv.store(dv)
             barrier_sync(MEET, 256)
             if CID == 0:
-                dk = dk + exchange.index(0).load(dk_layout)
-                dv = dv + exchange.index(1).load(dv_layout)
+                dk = dk + other_dk.load(dk_layout)
+                dv = dv + other_dv.load(dv_layout)
         elif REDUCE:
             tma.store_wait(0)
             barrier_sync(MEET, 256)  # K is read by the other group too, and its place is now taken by dK
@@ -269,7 +281,8 @@ def key_gradient_kernel(
     H_KV: gl.constexpr, G: gl.constexpr, LIST_HEADS: gl.constexpr, LIST_ROWS: gl.constexpr,
     D_K: gl.constexpr, D_V: gl.constexpr, D_K_TRUE: gl.constexpr, D_V_TRUE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, LIST: gl.constexpr, SINK: gl.constexpr,
-    CLEAR: gl.constexpr, REDUCE: gl.constexpr, DELAY: gl.constexpr,
+    CLEAR: gl.constexpr, RAGGED: gl.constexpr, REDUCE: gl.constexpr,
+    DELAY: gl.constexpr,
 ):  # fmt: skip
     """`dk` [B, T_k, H_KV, D_K_TRUE], `dv` [.., D_V_TRUE], contiguous; with REDUCE `dq` fp32 by its descriptor."""
     dtype: gl.constexpr = q_desc.dtype
@@ -298,10 +311,10 @@ def key_gradient_kernel(
         [
             (_consume, (0, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, RAGGED, REDUCE, DELAY)),
             (_consume, (1, schedule, key, value, query, dout, dscores, dq, keys_full, full, dk_desc,
                         dv_desc, dq_desc, dk_ptr, dv_ptr, lse2_ptr, delta_ptr, weight_ptr, scale_log2, scale, H_KV, G,
-                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, REDUCE, DELAY)),
+                        LIST_HEADS, LIST_ROWS, D_K_TRUE, D_V_TRUE, SINK, CLEAR, RAGGED, REDUCE, DELAY)),
             (_produce, (schedule, key, value, query, dout, keys_full, full, q_desc, g_desc, k_desc, v_desc,
                         H_KV, G, LIST_HEADS, LIST_ROWS)),
         ],

@@ -15,7 +15,7 @@ from tilewise.kernels.hopper.forward import forward_kernel
 from tilewise.kernels.hopper.key_gradient import key_gradient_kernel
 from tilewise.kernels.hopper.query_gradient import query_gradient_kernel
 from tilewise.kernels.triton.dense_forward import LOG2_E
-from tilewise.kernels.triton.launch import Call, describe_call
+from tilewise.kernels.triton.launch import describe_call
 from tilewise.layout import Visibility
 from tilewise.selection import Selection
 
@@ -48,9 +48,10 @@ class WalkCall:
         self.cu_q, self.cu_k, self.causal, self.scale = cu_q, cu_k, causal, scale
         self.window = min(window, max(self.key_length, 1))  # the kernels count in 32 bits
         self.packed = cu_q is not None
-        self.device = q.device
         self.itemsize = q.element_size()
-        self._arguments = (q, k, v, cu_q, cu_k, causal, window, scale)
+        # what the portable prepare kernel wants to know: rows and head dims, no sequences
+        self.portable = describe_call(q, k, v, None, None, causal, window, scale)
+        self._plans: dict[tuple[int, bool, int], Tensor] = {}
 
     @property
     def group(self) -> int:
@@ -65,9 +66,6 @@ class WalkCall:
     def clear_rows(self) -> bool:
         """The same of query tiles: rows that see nothing."""
         return self.packed or (self.causal and self.query_length > self.key_length)
-
-    def portable(self) -> Call:
-        return describe_call(*self._arguments)
 
     def section(self) -> int:
         """Query heads that work side by side: few share the cache best, many even out walks of unequal length."""
@@ -84,10 +82,14 @@ class WalkCall:
         length = self.key_length if key_side else self.query_length
         if not self.packed:
             return -(-length // rows), None
-        table = plan.packed_plan(
-            self.cu_q, self.cu_k, self.query_length, self.key_length, rows, key_side, self.causal, self.window,
-            list_rows=list_rows,
-        )  # fmt: skip
+        # lists and the kernels that walk them cut the same tiles
+        key = (rows, key_side, list_rows)
+        if key not in self._plans:
+            self._plans[key] = plan.packed_plan(
+                self.cu_q, self.cu_k, self.query_length, self.key_length, rows, key_side, self.causal, self.window,
+                list_rows=list_rows,
+            )  # fmt: skip
+        table = self._plans[key]
         return table.shape[0] - 1, table
 
 
@@ -175,6 +177,8 @@ def launch_key_gradient(call: WalkCall, q, k, v, dout, sink, statistics, dk, dv,
     count, table = call.tiles_of(64 if lists else 128, key_side=True, list_rows=lists.block_q if lists else 0)
     heads = call.batch * call.kv_heads
     rows = 64 if not lists else list_rows
+    # a property of the length, not the length: two forms are compiled at most
+    ragged = call.packed or call.query_length % (128 if lists else 64) != 0 or list_rows == 64
     pointer = statistics.lse2
     reduce = dq_total is not None
     dk_boxes = boxes(dk, 64, d_k)
@@ -189,5 +193,6 @@ def launch_key_gradient(call: WalkCall, q, k, v, dout, sink, statistics, dk, dv,
         H_KV=call.kv_heads, G=call.group, LIST_HEADS=lists.heads if lists else 1, LIST_ROWS=list_rows,
         D_K=d_k, D_V=d_v, D_K_TRUE=call.d_k, D_V_TRUE=call.d_v, STAGES=tiles.key_stages,
         CAUSAL=call.causal, WINDOW=call.window > 0, PACKED=call.packed, LIST=lists is not None, SINK=sink is not None,
-        CLEAR=call.clear_rows or (reduce and call.clear), REDUCE=reduce, DELAY=tiles.delay and not reduce, num_warps=4,
+        CLEAR=call.clear_rows or (reduce and call.clear), RAGGED=ragged, REDUCE=reduce,
+        DELAY=tiles.delay and not reduce, num_warps=4,
     )  # fmt: skip

@@ -27,20 +27,16 @@ from tilewise.kernels.triton.tiles import (
 PREPARE_ELEMENTS = 8192  # of out and of dout, held by one program
 
 
-@triton.jit(do_not_specialize=["stride_gb", "stride_gt", "stride_gh", "rows", "slack", "T_q"])
+@triton.jit(do_not_specialize=["stride_gb", "stride_gt", "stride_gh", "rows", "T_q"])
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, lse2_ptr, delta_ptr, weight_ptr, dsink_ptr, dq_ptr,
-    stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64, rows: tl.int64, slack: tl.int64, T_q: tl.int32,
+    stride_gb: tl.int64, stride_gt: tl.int64, stride_gh: tl.int64, rows: tl.int64, T_q: tl.int32,
     H_Q: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Rows are numbered as lse is stored, [B, H_Q, T_q]; out is [B, T_q, H_Q, D_V] contiguous, dout strided.
-
-    The `slack` numbers after the last row are written as those of dead rows: whole tiles may be read there.
-    """
+    """Rows are numbered as lse is stored, [B, H_Q, T_q]; out is [B, T_q, H_Q, D_V] contiguous, dout strided."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    written = row < rows + slack
     token = row % T_q
     head = (row // T_q) % H_Q
     batch = row // T_q // H_Q
@@ -58,12 +54,12 @@ def prepare_kernel(
         sink = tl.load(sink_ptr + head, mask=inside, other=0.0)
         weight = 1.0 / (1.0 + tl.exp2((sink - lse) * 1.4426950408889634))
         sink_share = 1.0 / (1.0 + tl.exp2((lse - sink) * 1.4426950408889634))
-        tl.store(weight_ptr + row, tl.where(dead, 0.0, weight), mask=written)
+        tl.store(weight_ptr + row, tl.where(dead, 0.0, weight), mask=inside)
         tl.store(dsink_ptr + row, tl.where(dead, 0.0, -sink_share * delta), mask=inside)
         delta = delta * weight
     # +inf makes exp2(s - lse2) zero on dead rows, without a test in the inner loops
-    tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse * 1.4426950408889634), mask=written)
-    tl.store(delta_ptr + row, tl.where(dead, 0.0, delta - dlse), mask=written)
+    tl.store(lse2_ptr + row, tl.where(dead, float("inf"), lse * 1.4426950408889634), mask=inside)
+    tl.store(delta_ptr + row, tl.where(dead, 0.0, delta - dlse), mask=inside)
     k_column = tl.arange(0, BLOCK_DK)
     tl.store(
         dq_ptr + out_row[:, None] * D_K + k_column[None, :],
@@ -328,29 +324,29 @@ def prepare_rows(block_dv: int) -> int:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the gradients need of each row, numbered as lse is stored, and of `slack` rows more."""
+    """What the gradients need of each row, fp32, laid out as lse: `[B, H_q, T_q]`."""
 
     lse2: torch.Tensor  # base 2; +inf for a dead row
     delta: torch.Tensor
     weight: torch.Tensor
-    dsink_rows: torch.Tensor  # [B, H_q, T_q]
+    dsink_rows: torch.Tensor
 
     def sink_gradient(self, sink: torch.Tensor | None) -> torch.Tensor | None:
         return self.dsink_rows.sum((0, 2)) if sink is not None else None
 
 
-def launch_prepare(call: Call, dout, dlse, out, lse, sink, dq, slack: int = 0) -> Statistics:
+def launch_prepare(call: Call, dout, dlse, out, lse, sink, dq) -> Statistics:
     """Compute the row statistics and zero the dead rows of dq. Arguments: see `launch_dense_backward`."""
     rows = lse.numel()
-    lse2 = torch.empty(rows + slack, dtype=torch.float32, device=lse.device)
-    delta = torch.empty_like(lse2)
-    weight = torch.empty_like(lse2) if sink is not None else lse2
+    lse2 = torch.empty_like(lse)
+    delta = torch.empty_like(lse)
+    weight = torch.empty_like(lse) if sink is not None else lse2
     dsink_rows = torch.empty_like(lse) if sink is not None else lse2
     unit = alignment_unit(dout)
     block = prepare_rows(call.block_dv)
-    prepare_kernel[(triton.cdiv(rows + slack, block),)](
+    prepare_kernel[(triton.cdiv(rows, block),)](
         out, dout, lse, dlse, sink if sink is not None else lse, lse2, delta, weight, dsink_rows, dq,
-        *strides_in_units(dout, unit), rows, slack, call.query_length,
+        *strides_in_units(dout, unit), rows, call.query_length,
         H_Q=call.query_heads, D_K=call.d_k, D_V=call.d_v, BLOCK_DK=call.block_dk, BLOCK_DV=call.block_dv, BLOCK=block,
         UNIT=unit, SINK=sink is not None,
     )  # fmt: skip
